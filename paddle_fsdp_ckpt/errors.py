@@ -1,0 +1,54 @@
+"""The exceptions of this package: one tree under :class:`CheckpointError`.
+
+Every message names what is wrong (key, file or rank), where, and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_LISTED = 20
+
+
+class CheckpointError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """A checkpoint, or a part of one, is not there: missing path, file, manifest or values."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file does not hold what its own description says: sizes, headers, digests, ranges."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A file asks for something that reading must never do: run code, leave its directory, use unbounded memory."""
+
+
+class MismatchError(CheckpointError):
+    """Checkpoint and objects disagree in keys, shapes, dtypes or coverage. Nothing was changed."""
+
+
+class UnsupportedOptimizerError(CheckpointError):
+    """An optimizer, or a setting of one, that can't be trained or restored right on flat buffers."""
+
+
+class RankFailedError(CheckpointError):
+    """Another rank failed, or did not answer in time, during a collective operation of this package."""
+
+
+class ShardingError(CheckpointError):
+    """A model can't be sharded, or a sharded model was used in a way that can't give right results."""
+
+
+class UnboundOptimizerError(ShardingError):
+    """A sharded model was trained, or an optimizer stepped, without the optimizer being bound to the model."""
+
+
+def listing(items: Iterable[str]) -> str:
+    """Return the first 20 items joined by commas, and how many more there are."""
+    all_items = list(items)
+    shown = ", ".join(all_items[:_LISTED])
+    rest = len(all_items) - _LISTED
+    return f"{shown}, ... ({rest} more)" if rest > 0 else shown

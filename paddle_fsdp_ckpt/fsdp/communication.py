@@ -1,0 +1,105 @@
+"""The collectives that our runtime needs, over one group of ranks, on gloo (CPU) and NCCL (GPU) alike."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from ..errors import ShardingError
+
+
+class Communicator:
+    """Collectives over the ranks that share a model's flat buffers; without a group, a world of one rank.
+
+    Attributes:
+        rank: this process's place in the group.
+        world_size: how many ranks the group has.
+        group: Paddle's group, or None for one rank without a process group.
+    """
+
+    def __init__(self, group: dist.communication.group.Group | None) -> None:
+        self.group = group
+        self.rank: int = 0 if group is None else group.rank
+        self.world_size: int = 1 if group is None else group.nranks
+        self._has_reduce_scatter = group is None or paddle.is_compiled_with_cuda()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.world_size == 1
+
+    def all_gather(self, shard: paddle.Tensor) -> paddle.Tensor:
+        """Return a fresh 1-D tensor with every rank's ``shard`` (1-D, equally long everywhere) end to end."""
+        whole = paddle.empty([shard.shape[0] * self.world_size], dtype=shard.dtype)
+        dist.stream.all_gather(whole, shard, group=self.group, sync_op=True)
+        return whole
+
+    def reduce_scatter(self, whole: paddle.Tensor) -> paddle.Tensor:
+        """Sum ``whole`` (1-D) over the ranks and return this rank's equal share of it. ``whole`` may be overwritten."""
+        shard_numel = whole.shape[0] // self.world_size
+        if self.alone:
+            return whole
+        if self._has_reduce_scatter:
+            shard = paddle.empty([shard_numel], dtype=whole.dtype)
+            dist.stream.reduce_scatter(shard, whole, group=self.group, sync_op=True)
+            return shard
+        # gloo has no reduce_scatter.
+        dist.all_reduce(whole, group=self.group)
+        return whole[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
+
+    def broadcast_from_first(self, tensor: paddle.Tensor) -> None:
+        """Overwrite ``tensor`` by the first rank's."""
+        if not self.alone:
+            assert self.group is not None
+            dist.broadcast(tensor, src=self.group.ranks[0], group=self.group)
+
+    def sum(self, values: paddle.Tensor) -> paddle.Tensor:
+        """Return the sum of ``values`` over the ranks; ``values`` may be overwritten."""
+        if not self.alone:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def max_of_integers(self, values: np.ndarray) -> np.ndarray:
+        """Return the elementwise maximum of an int32 array over the ranks."""
+        if self.alone:
+            return values
+        tensor = paddle.to_tensor(values.astype(np.int32))
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return np.asarray(tensor.numpy())
+
+    def check_same(self, what: str, text: str) -> None:
+        """Raise on every rank where ``text`` differs between ranks.
+
+        Raises:
+            ShardingError: naming ``what``.
+        """
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "little")
+        seen = self.max_of_integers(np.array([digest, -digest], dtype=np.int32))
+        if int(seen[0]) != -int(seen[1]):
+            raise ShardingError(f"{what} differs between ranks; build the same model with the same settings on every rank")
+
+
+def default_group() -> dist.communication.group.Group | None:
+    """Return fleet's sharding group where fleet shards, else the group of all ranks; None without a process group.
+
+    Raises:
+        ShardingError: fleet was set up with ``dp_degree > 1``, which is not supported yet.
+    """
+    if not dist.is_initialized():
+        return None
+    from paddle.distributed import fleet
+
+    hybrid = getattr(fleet.fleet, "_hcg", None)
+    if hybrid is not None:
+        data_parallel = hybrid.get_data_parallel_world_size()
+        if data_parallel > 1:
+            raise ShardingError(
+                f"fleet was set up with dp_degree={data_parallel}: data parallelism over the shards is not supported yet; "
+                "give all those ranks to sharding_degree"
+            )
+        if hybrid.get_sharding_parallel_world_size() > 1:
+            return hybrid.get_sharding_parallel_group()
+    return dist.get_group(0)

@@ -1,0 +1,115 @@
+"""A sharded model's parameters: dataless between uses, whole during their unit's forward and backward, local while an optimizer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle.base.framework import EagerParamBase
+
+from ..errors import ShardingError
+
+if TYPE_CHECKING:
+    from .unit import ParameterShard
+
+_Tensor = core.eager.Tensor
+
+
+class ShardedParameter(EagerParamBase):  # type: ignore[misc]
+    """A Parameter of a sharded model. An ordinary Parameter becomes one by assignment to its ``__class__``.
+
+    Between uses it keeps its whole shape and holds no memory, so that Paddle refuses every computation with it instead of
+    computing with a piece. Its gradient is this rank's piece of the reduced one. What would hand out or take data goes to
+    the shard, or is a clear error.
+    """
+
+    _shard: ParameterShard
+
+    @property
+    def grad(self) -> paddle.Tensor | None:
+        """This rank's piece of the gradient, 1-D, averaged over the ranks; None where there is none.
+
+        The first read after a backward is a collective operation: all ranks must do it.
+        """
+        return self._shard.gradient()
+
+    @grad.setter
+    def grad(self, value: paddle.Tensor | None) -> None:
+        self._shard.set_gradient(value)
+
+    def _grad_ivar(self) -> paddle.Tensor | None:
+        # What Paddle's optimizers and GradScaler read.
+        self._shard.unit.runtime.check_bound()
+        return self._shard.gradient()
+
+    def clear_gradient(self, set_to_zero: bool = True) -> None:
+        """Set the gradient to zero, or drop it, as Paddle's own method does."""
+        self._shard.clear_gradient(set_to_zero)
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Set the gradient to zero, or drop it, as Paddle's own method does."""
+        self._shard.clear_gradient(set_to_zero)
+
+    def set_value(self, value: paddle.Tensor | np.ndarray) -> None:
+        """Set the whole parameter; each rank keeps its part. ``value`` must have the whole shape and be the same on every rank.
+
+        Master weights of the optimizers that are bound are set too.
+
+        Raises:
+            ShardingError: wrong shape or dtype.
+        """
+        self._shard.write(value)
+
+    def numpy(self) -> np.ndarray:
+        """Return the whole value while the parameter is whole; an error otherwise."""
+        return np.asarray(self._data().numpy())
+
+    def tolist(self) -> Any:
+        """Return the whole value while the parameter is whole; an error otherwise."""
+        return self._data().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._data().numpy(), dtype=dtype)
+
+    def detach(self) -> paddle.Tensor:
+        """Return the whole value, without gradient, while the parameter is whole; an error otherwise."""
+        self._check_data()
+        return _Tensor.detach(self)
+
+    @property
+    def data(self) -> paddle.Tensor:
+        """The parameter's data while it is whole; an error otherwise."""
+        self._check_data()
+        return _Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: paddle.Tensor) -> None:
+        self.set_value(value)
+
+    def copy_(self, *_: Any) -> NoReturn:
+        """Not supported: use ``set_value``."""
+        raise ShardingError(f"{self._shard.describe()}: copy_ can't write to it; use set_value, which takes the whole value")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ShardingError(f"{self._shard.describe()}: it can't be copied; copy the model before fully_shard, or load a checkpoint into a new one")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardingError(f"{self._shard.describe()}: it can't be pickled; use paddle_fsdp_ckpt.save")
+
+    def __str__(self) -> str:
+        return self._shard.describe()
+
+    __repr__ = __str__
+
+    def _check_data(self) -> None:
+        if not self._is_initialized():
+            raise ShardingError(
+                f"{self._shard.describe()}: between uses a rank has no whole value of it; use paddle_fsdp_ckpt.save, or look at this "
+                "rank's piece inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+            )
+
+    def _data(self) -> paddle.Tensor:
+        self._check_data()
+        return _Tensor.detach(self)

@@ -1,0 +1,298 @@
+"""The runtime of one sharded model: which unit is whole when, and when gradients are reduced.
+
+Every collective happens at a point that the program fixes, never the data of one rank: a layer's forward begins, a backward
+reaches a layer's outputs, an optimizer steps. A journal of the order is compared between ranks at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ..errors import CheckpointError, ShardingError, UnboundOptimizerError
+from ..layout import Layout
+from .communication import Communicator
+from .saved_weights import SAVED_WEIGHTS
+from .unit import LiveBuffer, ParameterShard, Unit
+
+if TYPE_CHECKING:
+    from .hooks import ModelHooks
+
+GradientReduction = Literal["mean", "sum"]
+
+
+class WeightsObserver(Protocol):
+    """Somebody who keeps copies of weights, such as an optimizer's master weights."""
+
+    def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
+        """Take over the values that these parameters were just given."""
+
+
+class Runtime:
+    """What a sharded model and its optimizers share.
+
+    Attributes:
+        communicator: the ranks over which the model is cut.
+        units: the model's units in a fixed order.
+        gradients_pending: a backward ran whose gradients are not all reduced yet.
+        steps_by_hand: the user said that no optimizer will be bound.
+        observers: the optimizers that are bound.
+    """
+
+    def __init__(self, communicator: Communicator, gradient_reduction: GradientReduction) -> None:
+        self.communicator = communicator
+        self.units: list[Unit] = []
+        self.gradients_pending = False
+        self.steps_by_hand = False
+        self.observers: list[WeightsObserver] = []
+        self.hooks: ModelHooks | None = None
+        self._gradient_mean = gradient_reduction == "mean"
+        self._running_forwards = 0
+        self._journal = 0
+        self._failure: CheckpointError | None = None
+        self._showing_local: set[int] = set()
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout."""
+        return Layout(tuple(buffer.layout for buffer in self.buffers), self.communicator.world_size)
+
+    @property
+    def buffers(self) -> list[LiveBuffer]:
+        """All flat buffers, in the layout's order."""
+        return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @property
+    def shards(self) -> list[ParameterShard]:
+        """All parameters, in the order of their index."""
+        return [shard for buffer in self.buffers for shard in buffer.shards]
+
+    # Errors that Paddle would not let through where they are found.
+
+    def fail(self, error: CheckpointError) -> None:
+        """Keep an error that can't be raised here; it is raised at the next forward or step."""
+        self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise the error that was kept, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def check_bound(self) -> None:
+        """Raise where nobody said who steps this model.
+
+        Raises:
+            UnboundOptimizerError: no optimizer was bound, and ``optimizer=None`` was not said either.
+        """
+        self.raise_failure()
+        if not (self.observers or self.steps_by_hand):
+            raise UnboundOptimizerError(
+                "the model is sharded but no optimizer is bound to it, so its training would go wrong; call "
+                "fully_shard(model, optimizer=opt) or bind_optimizer(opt), or fully_shard(model, optimizer=None) to step it yourself"
+            )
+
+    # Forward and backward.
+
+    def begin_forward(self, units: Sequence[Unit]) -> None:
+        """A layer that needs ``units`` begins its forward."""
+        self.raise_failure()
+        if self._showing_local:
+            raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
+        self._running_forwards += 1
+        SAVED_WEIGHTS.enter(self)
+        for unit in units:
+            unit.uses += 1
+            self._make_whole(unit)
+
+    def end_forward(self, units: Sequence[Unit]) -> None:
+        """A layer's forward ended."""
+        self._running_forwards = max(0, self._running_forwards - 1)
+        for unit in units:
+            unit.uses = max(0, unit.uses - 1)
+        if self._running_forwards == 0:
+            self._end_outermost_forward()
+
+    def _end_outermost_forward(self) -> None:
+        self._running_forwards = 0
+        SAVED_WEIGHTS.leave(self)
+        for unit in self.units:
+            unit.uses = 0
+            unit.held = False
+            unit.park()
+
+    def expect_backward(self, units: Sequence[Unit], outputs: Iterable[paddle.Tensor]) -> None:
+        """Be told when a backward reaches a layer's outputs."""
+        tracked = [tensor for tensor in outputs if not tensor.stop_gradient]
+        if not tracked or not units:
+            return
+        call = _BackwardCall(self, units)
+        for unit in units:
+            unit.backward_calls += 1
+        for tensor in tracked:
+            tensor.register_hook(call)
+
+    def begin_backward(self, units: Sequence[Unit], first: bool) -> None:
+        """A backward reached the outputs of a layer that needs ``units``."""
+        self.check_bound()
+        self.gradients_pending = True
+        for unit in units:
+            if first:
+                unit.backward_calls = max(0, unit.backward_calls - 1)
+            unit.in_backward = True
+            self._make_whole(unit)
+
+    def whole_for_backward(self, buffer: LiveBuffer, generation: int) -> paddle.Tensor:
+        """Return the whole buffer for a tensor that a forward saved.
+
+        Raises:
+            ShardingError: the weights have changed since that forward.
+        """
+        if generation != buffer.unit.generation:
+            raise ShardingError(
+                f"unit '{buffer.unit.name}': its weights changed between the forward and the backward (a step, a load or set_value); "
+                "run the forward again"
+            )
+        self._make_whole(buffer.unit, fill=False)
+        assert buffer.whole is not None
+        return buffer.whole
+
+    def use_outside_unit(self, shard: ParameterShard) -> None:
+        """A parameter was looked up in a layer while a forward runs; make it whole until the outermost forward ends."""
+        if self._running_forwards and not self._showing_local and not shard.unit.is_filled:
+            shard.unit.held = True
+            self._make_whole(shard.unit)
+
+    def _make_whole(self, unit: Unit, fill: bool = True) -> None:
+        if not unit.is_gathered:
+            for other in self.units:
+                if other is not unit and other.is_gathered and not (other.uses or other.held):
+                    self._let_go(other)
+            self._note("gather", unit)
+            unit.gather()
+        if fill:
+            unit.fill()
+
+    def _let_go(self, unit: Unit) -> None:
+        unit.release()
+        if unit.in_backward and unit.backward_calls == 0:
+            self._note("reduce", unit)
+            unit.reduce_gradients(self._gradient_mean)
+
+    def _note(self, what: str, unit: Unit) -> None:
+        # FNV-1a over 24 bits, so that the value and its negative fit an int32.
+        for byte in (unit.index & 0xFF, unit.index >> 8 & 0xFF, ord(what[0])):
+            self._journal = ((self._journal ^ byte) * 0x01000193) & 0xFFFFFF
+
+    # Step.
+
+    def release_all(self) -> None:
+        """Let go of all whole buffers; whatever forward was running is over."""
+        self._end_outermost_forward()
+        for unit in self.units:
+            unit.release()
+
+    def begin_step(self) -> None:
+        """Get ready for an optimizer: reduce what is pending, and let go of whole weights, which are about to be out of date.
+
+        A collective operation, also where no gradient is pending here.
+        """
+        self.check_bound()
+        self.release_all()
+        self._reduce_gradients()
+
+    def reduce_pending_gradients(self) -> None:
+        """Reduce the gradients that are still pending. A collective operation where there are any."""
+        if self.gradients_pending:
+            self._reduce_gradients()
+
+    def _reduce_gradients(self) -> None:
+        shards, buffers = self.shards, self.buffers
+        flags = [shard.got_gradient for shard in shards]
+        flags += [buffer.has_pending_gradient for buffer in buffers]
+        agreed = self.communicator.max_of_integers(np.array([*flags, self._journal, -self._journal], dtype=np.int32))
+        if int(agreed[-2]) != -int(agreed[-1]):
+            raise ShardingError(
+                "the ranks did not gather and reduce the same units in the same order since the last step, so weights or gradients may be "
+                "mixed up; run the same layers on every rank"
+            )
+        self._journal = 0
+        for shard, got in zip(shards, agreed, strict=False):
+            shard.has_gradient = shard.has_gradient or bool(got)
+            shard.got_gradient = False
+        for buffer, pending in zip(buffers, agreed[len(shards) :], strict=False):
+            if pending:
+                buffer.reduce_gradient(self._gradient_mean)
+        for unit in self.units:
+            unit.in_backward = False
+            unit.backward_calls = 0
+        self.gradients_pending = False
+
+    @contextmanager
+    def showing_local(self, shards: Sequence[ParameterShard]) -> Iterator[None]:
+        """Let the parameters be this rank's pieces inside the block; what is written to them stays."""
+        fresh = [shard for shard in shards if shard.index not in self._showing_local]
+        self.release_all()
+        for shard in fresh:
+            self._showing_local.add(shard.index)
+            shard.show_local()
+        try:
+            yield
+        finally:
+            for shard in fresh:
+                shard.hide_local()
+                self._showing_local.discard(shard.index)
+            for unit in {shard.unit.index: shard.unit for shard in fresh}.values():
+                unit.changed()
+
+    def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
+        """Tell those who keep copies of these parameters that they have new values."""
+        for observer in self.observers:
+            observer.parameters_written(shards)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return (bytes of this rank's shards, bytes of whole buffers), data and gradients together."""
+        pairs = [buffer.memory_bytes() for buffer in self.buffers]
+        return sum(local for local, _ in pairs), sum(whole for _, whole in pairs)
+
+
+class _BackwardCall:
+    """The hook on the outputs of one forward of a layer; Paddle calls it once for each output that gets a gradient."""
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit]) -> None:
+        self._runtime = runtime
+        self._units = units
+        self._first = True
+
+    def __call__(self, gradient: paddle.Tensor) -> None:
+        first, self._first = self._first, False
+        self._runtime.begin_backward(self._units, first)
+
+
+def tensors_in(outputs: Any) -> Iterator[paddle.Tensor]:
+    """Yield the tensors in a layer's outputs: nested tuples, lists, dicts and objects with attributes."""
+    if isinstance(outputs, paddle.Tensor):
+        yield outputs
+    elif isinstance(outputs, dict):
+        for value in outputs.values():
+            yield from tensors_in(value)
+    elif isinstance(outputs, (list, tuple)):
+        for value in outputs:
+            yield from tensors_in(value)
+    elif hasattr(outputs, "__dataclass_fields__"):
+        for name in outputs.__dataclass_fields__:
+            yield from tensors_in(getattr(outputs, name))
+
+
+def runtime_of(model: nn.Layer) -> Runtime | None:
+    """Return the runtime of a model that our ``fully_shard`` sharded, or None."""
+    runtime = model.__dict__.get(RUNTIME_ATTRIBUTE)
+    return runtime if isinstance(runtime, Runtime) else None
+
+
+RUNTIME_ATTRIBUTE = "_fully_shard_runtime"

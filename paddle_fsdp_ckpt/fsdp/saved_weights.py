@@ -1,0 +1,106 @@
+"""Keep gathered weights out of the autograd graph: what a forward saves of them is fetched again when the backward needs it.
+
+Paddle has one pair of saved-tensor hooks for the whole process, so this is the one place with process-wide state.
+"""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import paddle
+from paddle.base import core
+
+from ..errors import ShardingError
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .unit import LiveBuffer
+
+
+@dataclass(frozen=True)
+class _SavedWeight:
+    """A saved tensor that lies in a flat buffer: enough to find it again."""
+
+    buffer: LiveBuffer
+    generation: int
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    """Any other saved tensor, and how often it had been changed in place."""
+
+    tensor: paddle.Tensor
+    inplace_version: int
+
+
+class SavedWeights:
+    """The saved-tensor hooks, on while a sharded model's forward runs."""
+
+    def __init__(self) -> None:
+        self._on = False
+        # Weak: a model that is dropped after its forward must not live on here.
+        self._active: WeakSet[Runtime] = WeakSet()
+        self._gathered: WeakKeyDictionary[LiveBuffer, tuple[int, int]] = WeakKeyDictionary()
+
+    def enter(self, runtime: Runtime) -> None:
+        """Turn the hooks on for ``runtime``, unless somebody else's are on: then weights stay in the graph, which is right too."""
+        self._active.add(runtime)
+        if not self._on:
+            with suppress(ValueError):  # Paddle takes one pair at a time.
+                core.eager.register_saved_tensors_hooks(self._pack, self._unpack)
+                self._on = True
+
+    def leave(self, runtime: Runtime) -> None:
+        """Turn the hooks off when no other runtime is in its forward."""
+        self._active.discard(runtime)
+        if not self._active:
+            self.turn_off()
+
+    def turn_off(self) -> None:
+        """Turn the hooks off."""
+        if self._on:
+            core.eager.reset_saved_tensors_hooks()
+            self._on = False
+
+    def add(self, buffer: LiveBuffer, whole: paddle.Tensor) -> None:
+        """Remember where a gathered buffer lies."""
+        address = whole.data_ptr()
+        self._gathered[buffer] = (address, address + buffer.layout.nbytes)
+
+    def remove(self, buffer: LiveBuffer) -> None:
+        """Forget a buffer that is no longer gathered."""
+        self._gathered.pop(buffer, None)
+
+    def _pack(self, tensor: paddle.Tensor) -> _SavedWeight | _SavedTensor:
+        address = tensor.data_ptr() if tensor._is_initialized() else 0
+        for buffer, (start, stop) in self._gathered.items():
+            if start <= address < stop:
+                return _SavedWeight(buffer, buffer.unit.generation)
+        return _SavedTensor(tensor, tensor.inplace_version)
+
+    def _unpack(self, saved: _SavedWeight | _SavedTensor) -> paddle.Tensor:
+        # Paddle moves the memory out of the tensor that is returned, so it must be one that nobody else holds. Offset, shape
+        # and strides stay those of the saved tensor: any tensor over the same memory will do.
+        if isinstance(saved, _SavedWeight):
+            return _sharing(saved.buffer.unit.runtime.whole_for_backward(saved.buffer, saved.generation))
+        if saved.tensor.inplace_version != saved.inplace_version:
+            raise ShardingError(
+                f"a tensor of shape {list(saved.tensor.shape)} that the backward needs was changed in place after the forward saved it"
+            )
+        return _sharing(saved.tensor)
+
+
+def _sharing(tensor: paddle.Tensor) -> Any:
+    share = paddle.Tensor()
+    if tensor._is_initialized():
+        tensor._share_buffer_to(share)
+    return share
+
+
+SAVED_WEIGHTS = SavedWeights()
+# Paddle hangs at exit while hooks are on, as they are after an error in the middle of a forward.
+atexit.register(SAVED_WEIGHTS.turn_off)

@@ -1,0 +1,141 @@
+"""Turn a model's parameters into flat buffers, cut over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import paddle.distributed as dist
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+
+from ..errors import ShardingError, listing
+from ..layout import ITEM_SIZES, build_flat_buffer
+
+from .communication import Communicator, default_group
+from .hooks import ModelHooks
+from .parameter import ShardedParameter
+from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
+from .unit import LiveBuffer, Unit, dtype_name
+from .units import ModelPlan, NamedParameter, UnitPlan, named_buffers, named_parameters, plan_units, walk
+
+def shard_model(
+    model: nn.Layer,
+    *,
+    group: dist.communication.group.Group | None,
+    unit_layers: Sequence[type[nn.Layer] | str] | None,
+    gradient_reduction: GradientReduction,
+    optimizers: int,
+) -> Runtime:
+    """Do what ``fully_shard`` promises, save the optimizers, of which only the number is compared between ranks."""
+    if gradient_reduction not in ("mean", "sum"):
+        raise ShardingError(f"gradient_reduction is 'mean' or 'sum', not {gradient_reduction!r}")
+    parameters = check_model(model)
+    communicator = Communicator(group if group is not None else default_group())
+    plan = plan_units(model, unit_layers)
+    described = [(named.names, named.parameter.shape, str(named.parameter.dtype), named.parameter.stop_gradient) for named in parameters]
+    units = [(unit.name, len(unit.parameters)) for unit in plan.units]
+    communicator.check_same("the model", repr((described, units, gradient_reduction, optimizers)))
+    return _shard(model, plan, communicator, gradient_reduction)
+
+
+@contextmanager
+def local_parameters(model: nn.Layer) -> Iterator[None]:
+    """Inside the block each parameter of a sharded model is this rank's piece of it: 1-D, sharing the shard's memory.
+
+    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ShardingError("local_parameters: the model is not sharded; call fully_shard first")
+    with runtime.showing_local(runtime.shards):
+        yield
+    runtime.parameters_written(runtime.shards)
+
+
+def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradient_reduction: GradientReduction) -> Runtime:
+    runtime = Runtime(communicator, gradient_reduction)
+    hooks = runtime.hooks = ModelHooks(runtime)
+    live: dict[int, Unit] = {}
+    index = 0
+    for number, unit_plan in enumerate(plan.units):
+        unit = live[id(unit_plan)] = Unit(runtime, unit_plan.name, number)
+        runtime.units.append(unit)
+        for name, members in _by_kind(unit_plan).items():
+            layout = build_flat_buffer(
+                name, dtype_name(members[0].parameter), [(m.names, m.parameter.shape) for m in members], communicator.world_size
+            )
+            buffer = LiveBuffer(unit, layout, [m.parameter for m in members], index, communicator)
+            unit.buffers.append(buffer)
+            for shard, member in zip(buffer.shards, members, strict=True):
+                member.parameter.__class__ = ShardedParameter
+                member.parameter._shard = shard
+            index += len(members)
+    for _, buffer_tensor in named_buffers(model):
+        communicator.broadcast_from_first(buffer_tensor)
+    hooks.watch_layer(model, [])
+    for hooked in plan.hooked:
+        hooks.watch_layer(hooked.layer, [live[id(unit_plan)] for unit_plan in hooked.units])
+    for layer in {id(layer): layer for _, layer in walk(model)}.values():
+        hooks.watch_parameters(layer)
+        hooks.refuse_state_dict(layer)
+    model.__dict__[RUNTIME_ATTRIBUTE] = runtime
+    return runtime
+
+
+def _by_kind(unit: UnitPlan) -> dict[str, list[NamedParameter]]:
+    """Group a unit's parameters by what a flat buffer can't mix: dtype, and whether they train."""
+    kinds: dict[str, list[NamedParameter]] = {}
+    for named in unit.parameters:
+        frozen = "/frozen" if named.parameter.stop_gradient else ""
+        kinds.setdefault(f"{unit.name}/{dtype_name(named.parameter)}{frozen}", []).append(named)
+    return kinds
+
+
+def check_model(model: nn.Layer) -> list[NamedParameter]:
+    """Return the parameters of a model that can be sharded.
+
+    Raises:
+        ShardingError: it has no parameters, is sharded already, or has parameters that can't be sharded.
+    """
+    if not isinstance(model, nn.Layer):
+        raise ShardingError(f"fully_shard takes a paddle.nn.Layer, not {type(model).__name__}")
+    parameters = named_parameters(model)
+    if not parameters:
+        raise ShardingError("the model has no parameters, so there is nothing to shard")
+    ours = [named.names[0] for named in parameters if isinstance(named.parameter, ShardedParameter)]
+    if ours:
+        raise ShardingError(f"already sharded by this package: {listing(ours)}; call fully_shard once, on the whole model")
+    theirs = [named.names[0] for named in parameters if named.parameter.is_dist() or hasattr(named.parameter, "_fusion_buffer")]
+    if theirs:
+        raise ShardingError(f"already distributed by Paddle: {listing(theirs)}; use one of the two, on a plain model")
+    unknown = [f"{named.names[0]} ({dtype_name(named.parameter)})" for named in parameters if dtype_name(named.parameter) not in ITEM_SIZES]
+    if unknown:
+        raise ShardingError(f"parameters can be {', '.join(ITEM_SIZES)}; not so: {listing(unknown)}")
+    empty = [named.names[0] for named in parameters if 0 in named.parameter.shape or not named.parameter._is_initialized()]
+    if empty:
+        raise ShardingError(f"parameters without elements, or not initialised: {listing(empty)}")
+    _check_storage(parameters)
+    return parameters
+
+
+def _check_storage(parameters: Sequence[NamedParameter]) -> None:
+    """Refuse different parameters that share memory: each would get a copy of its own, and stop following the other."""
+
+    def first_byte(named: NamedParameter) -> int:
+        return int(named.parameter.data_ptr())
+
+    in_order = sorted(parameters, key=first_byte)
+    for one, other in zip(in_order, in_order[1:], strict=False):
+        if first_byte(one) + _nbytes(one.parameter) > first_byte(other):
+            raise ShardingError(
+                f"parameters '{one.names[0]}' and '{other.names[0]}' are different objects that share memory; to tie them, let both layers "
+                "hold the same Parameter"
+            )
+
+
+def _nbytes(parameter: EagerParamBase) -> int:
+    return int(parameter.size) * ITEM_SIZES[dtype_name(parameter)]

@@ -1,0 +1,156 @@
+"""Cut a model into units: the layers whose parameters are gathered and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+
+from ..errors import ShardingError, listing
+
+
+@dataclass
+class NamedParameter:
+    """A parameter and all its structured names, in the order in which the model's layers are walked."""
+
+    parameter: EagerParamBase
+    names: list[str]
+
+
+@dataclass
+class UnitPlan:
+    """The parameters that are gathered and released together, and the name of the layer that brought them in."""
+
+    name: str
+    parameters: list[NamedParameter] = field(default_factory=list)
+
+
+@dataclass
+class HookedLayer:
+    """A layer during whose forward and backward the parameters of some units must be whole."""
+
+    layer: nn.Layer
+    units: list[UnitPlan]
+
+
+@dataclass
+class ModelPlan:
+    """A model's units, each with at least one parameter, and the layers that need them."""
+
+    units: list[UnitPlan]
+    hooked: list[HookedLayer]
+
+
+def named_parameters(model: nn.Layer) -> list[NamedParameter]:
+    """Return each parameter once, with all its structured names (more than one when tied)."""
+    by_id: dict[int, NamedParameter] = {}
+    for prefix, layer in walk(model):
+        for short_name, parameter in layer._parameters.items():
+            if parameter is not None:
+                by_id.setdefault(id(parameter), NamedParameter(parameter, [])).names.append(join(prefix, short_name))
+    return list(by_id.values())
+
+
+def named_buffers(model: nn.Layer) -> Iterator[tuple[str, object]]:
+    """Yield (structured name, tensor) of every persistable buffer, such as BatchNorm's running mean."""
+    for prefix, layer in walk(model):
+        for short_name, buffer in layer._buffers.items():
+            if buffer is not None and short_name not in layer._non_persistable_buffer_names_set:
+                yield join(prefix, short_name), buffer
+
+
+def plan_units(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | None) -> ModelPlan:
+    """Find the units of ``model``.
+
+    Each repeated block (or each layer named by ``unit_layers``) is one unit; each remaining layer that has parameters of its
+    own is a unit too. A parameter belongs to the innermost unit of the first layer that has it; another layer that is tied to it
+    needs that unit as well.
+
+    Args:
+        model: the model; not changed.
+        unit_layers: layer classes or class names; None to find the repeated blocks.
+
+    Raises:
+        ShardingError: a class of ``unit_layers`` does not occur in the model.
+    """
+    blocks = _repeated_blocks(model) if unit_layers is None else _matching_layers(model, unit_layers)
+    names = {id(named.parameter): named for named in named_parameters(model)}
+    unit_of: dict[int, UnitPlan] = {}
+    plans: dict[int, UnitPlan] = {}
+    needed: dict[int, HookedLayer] = {}
+
+    def visit(prefix: str, layer: nn.Layer, block: tuple[str, nn.Layer] | None, above: tuple[int, ...]) -> None:
+        block = (prefix, layer) if id(layer) in blocks else block
+        name, unit_layer = block or (prefix, layer)
+        for parameter in layer._parameters.values():
+            if parameter is None:
+                continue
+            if id(parameter) not in unit_of:
+                plan = plans.setdefault(id(unit_layer), UnitPlan(name or "model"))
+                plan.parameters.append(names[id(parameter)])
+                unit_of[id(parameter)] = plan
+            hooked = needed.setdefault(id(unit_layer), HookedLayer(unit_layer, []))
+            if not any(unit is unit_of[id(parameter)] for unit in hooked.units):
+                hooked.units.append(unit_of[id(parameter)])
+        for child_name, child in _children(layer):
+            if id(child) not in above:
+                visit(join(prefix, child_name), child, block, (*above, id(layer)))
+
+    visit("", model, None, ())
+    return ModelPlan(list(plans.values()), list(needed.values()))
+
+
+def walk(model: nn.Layer, prefix: str = "", _above: tuple[int, ...] = ()) -> Iterator[tuple[str, nn.Layer]]:
+    """Yield (structured name, layer) depth first, a layer that hangs in several places once for each."""
+    yield prefix, model
+    for name, child in _children(model):
+        if id(child) not in _above:
+            yield from walk(child, join(prefix, name), (*_above, id(model)))
+
+
+def join(prefix: str, name: str) -> str:
+    """Join two parts of a structured name."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+_CONTAINERS = (nn.LayerList, nn.LayerDict, nn.Sequential)
+
+
+def _children(layer: nn.Layer) -> list[tuple[str, nn.Layer]]:
+    return [(name, child) for name, child in layer._sub_layers.items() if child is not None]
+
+
+def _repeated_blocks(model: nn.Layer) -> set[int]:
+    """Return the ids of the outermost layers that look like blocks.
+
+    A block hangs in a LayerList, LayerDict or Sequential, or has sub-layers and a sibling of its own class.
+    """
+    found: set[int] = set()
+
+    def visit(parent: nn.Layer) -> None:
+        children = [child for _, child in _children(parent)]
+        for child in children:
+            repeated = bool(child._sub_layers) and sum(type(other) is type(child) for other in children) > 1
+            if (isinstance(parent, _CONTAINERS) or repeated) and not isinstance(child, _CONTAINERS):
+                found.add(id(child))
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def _matching_layers(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str]) -> set[int]:
+    layers = [layer for _, layer in walk(model)]
+    for wanted in unit_layers:
+        if not any(_is_a(layer, wanted) for layer in layers):
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            there = listing(sorted({type(layer).__name__ for layer in layers}))
+            raise ShardingError(f"unit_layers: the model has no layer of class {name}; it has {there}")
+    return {id(layer) for layer in layers if any(_is_a(layer, wanted) for wanted in unit_layers)}
+
+
+def _is_a(layer: nn.Layer, wanted: type[nn.Layer] | str) -> bool:
+    return type(layer).__name__ == wanted if isinstance(wanted, str) else isinstance(layer, wanted)

@@ -1,0 +1,190 @@
+"""Bind an optimizer to the sharded model that it steps: what needs all shards at once, or the parameters local, is put on this one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import paddle
+
+from ..errors import ShardingError, UnsupportedOptimizerError, listing
+from ..fsdp import ParameterShard, Runtime, ShardedParameter
+from .catalog import entry_of
+from .clipping import ShardedClip, check_clip
+
+_BINDING_ATTRIBUTE = "_fully_shard_binding"
+
+
+def bind_optimizer(optimizer: Any) -> None:
+    """Bind a plain optimizer of ``paddle.optimizer`` to the sharded model whose parameters it holds. Binding twice does nothing.
+
+    Afterwards ``step``, ``minimize`` and ``clear_grad`` work as ever, with param groups, regularizers, decay callbacks,
+    per-parameter learning rates and gradient clipping. ``step`` and ``minimize`` are collective operations.
+
+    Args:
+        optimizer: made before or after ``fully_shard``; all its parameters must belong to sharded models.
+
+    Raises:
+        ShardingError: it holds parameters that are not sharded, or none.
+        UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
+    """
+    if binding_of(optimizer) is None:
+        check_optimizer(optimizer)
+        _Binding(optimizer)
+
+
+def binding_of(optimizer: Any) -> _Binding | None:
+    """Return the binding of an optimizer, or None."""
+    binding = optimizer.__dict__.get(_BINDING_ATTRIBUTE)
+    return binding if isinstance(binding, _Binding) else None
+
+
+def parameter_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups; one group with all parameters where it was made without groups."""
+    groups = optimizer._param_groups if optimizer._param_groups is not None else []
+    if groups and isinstance(groups[0], dict):
+        return list(groups)
+    return [{"params": list(groups)}]
+
+
+def optimizer_shards(optimizer: Any) -> list[ParameterShard]:
+    """Return the parameters of an optimizer over a sharded model.
+
+    Raises:
+        ShardingError: it holds parameters that are not sharded, or none.
+    """
+    check_parameters(optimizer)
+    return [parameter._shard for group in parameter_groups(optimizer) for parameter in group["params"]]
+
+
+def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> None:
+    """Raise where an optimizer's parameters are not those of a sharded model (or in ``about_to_shard``, by id).
+
+    Raises:
+        ShardingError: naming the parameters.
+    """
+    parameters = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
+    foreign = [p.name for p in parameters if not isinstance(p, ShardedParameter) and id(p) not in about_to_shard]
+    if not parameters:
+        raise ShardingError(f"{type(optimizer).__name__}: it holds no parameters; give it model.parameters()")
+    if foreign:
+        raise ShardingError(
+            f"{type(optimizer).__name__}: {len(foreign)} of its {len(parameters)} parameters are not in a sharded model: {listing(foreign)}; "
+            "shard their model first, and give parameters outside it an optimizer of their own"
+        )
+
+
+def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> None:
+    """Raise where an optimizer can't be bound.
+
+    Raises:
+        ShardingError: it holds parameters that are not sharded, or none.
+        UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
+    """
+    if not isinstance(optimizer, paddle.optimizer.Optimizer):
+        raise UnsupportedOptimizerError(f"{type(optimizer).__name__} is not an optimizer of paddle.optimizer")
+    entry_of(optimizer)
+    check_parameters(optimizer, about_to_shard)
+    for clip in (optimizer._grad_clip, *(group.get("grad_clip") for group in parameter_groups(optimizer))):
+        check_clip(clip)
+    if any(optimizer._accumulators.values()) or optimizer._master_weights:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}: it has state already, for parameters as they were before they were sharded; bind it before its first "
+            "step, then load its state"
+        )
+
+
+class _Binding:
+    """One bound optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._shards = optimizer_shards(optimizer)
+        self._runtimes: list[Runtime] = list({id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}.values())
+        self._apply_optimize: Callable[..., Any] = optimizer._apply_optimize
+        self._step: Callable[[], Any] = optimizer.step
+        for runtime in self._runtimes:
+            runtime.observers.append(self)
+        optimizer.__dict__.update(
+            {
+                _BINDING_ATTRIBUTE: self,
+                "step": self._sharded_step,
+                "backward": self._collect_gradients,
+                "_apply_optimize": self._apply_optimize_to_local,
+                "state_dict": _refuse_state_dict,
+                "set_state_dict": _refuse_state_dict,
+            }
+        )
+
+    def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
+        """Make the master weights of these parameters follow their new values."""
+        masters = self._optimizer._master_weights
+        for shard in shards:
+            master = masters.get(shard.parameter.name)
+            if master is not None:
+                with paddle.no_grad():
+                    paddle.assign(shard.local.astype(master.dtype), master)
+
+    def _sharded_step(self) -> Any:
+        self._begin()
+        return self._step()
+
+    def _collect_gradients(self, loss: paddle.Tensor, *_: Any, parameters: Sequence[Any] | None = None, **__: Any) -> list[tuple[Any, Any]]:
+        # What minimize calls; Paddle's own reads gradients past the parameters' Python face.
+        self._begin()
+        wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
+        pairs = [(parameter, parameter._grad_ivar()) for parameter in wanted if not parameter.stop_gradient]
+        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+    def _begin(self) -> None:
+        _check_paddles_own_runtime()
+        for runtime in self._runtimes:
+            runtime.begin_step()
+
+    def _apply_optimize_to_local(self, loss: Any, startup_program: Any, params_grads: Any, param_group_idx: int = 0) -> Any:
+        pairs = params_grads["params"] if isinstance(params_grads, dict) else params_grads
+        with ExitStack() as stack:
+            stack.enter_context(self.showing_local([parameter._shard for parameter, _ in pairs]))
+            if isinstance(params_grads, dict):
+                params_grads["grad_clip"] = self._sharded(params_grads.get("grad_clip"))
+            stack.enter_context(self._clipping_sharded())
+            return self._apply_optimize(loss, startup_program, params_grads, param_group_idx=param_group_idx)
+
+    @contextmanager
+    def showing_local(self, shards: Sequence[ParameterShard]) -> Iterator[None]:
+        """Let these parameters be this rank's pieces inside the block."""
+        with ExitStack() as stack:
+            for runtime in self._runtimes:
+                stack.enter_context(runtime.showing_local([shard for shard in shards if shard.unit.runtime is runtime]))
+            yield
+
+    @contextmanager
+    def _clipping_sharded(self) -> Iterator[None]:
+        clip = self._optimizer._grad_clip
+        self._optimizer._grad_clip = self._sharded(clip)
+        try:
+            yield
+        finally:
+            self._optimizer._grad_clip = clip
+
+    def _sharded(self, clip: Any) -> Any:
+        return None if clip is None else ShardedClip(clip, self._shards)
+
+
+def _refuse_state_dict(*_: Any, **__: Any) -> Any:
+    raise ShardingError(
+        "the state of this optimizer lies on this rank's pieces, so its own state_dict and set_state_dict can't hold it: use "
+        "paddle_fsdp_ckpt.save and load, or optimizer_sharded_state_dict(opt) with paddle.distributed.save_state_dict"
+    )
+
+
+def _check_paddles_own_runtime() -> None:
+    # While a context of Paddle's own fully_shard is registered, every optimizer in the process steps that context's buffers.
+    from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
+
+    if get_fsdp_context() is not None:
+        raise ShardingError(
+            "a model sharded by paddle.distributed.fsdp.fully_shard lives in this process, and Paddle lets every optimizer step that one; "
+            "use one of the two runtimes in a process"
+        )

@@ -1,0 +1,1 @@
+"""The disk side: file formats, writing, reading, and the commit of a checkpoint by all ranks together."""

@@ -1,0 +1,198 @@
+"""How ranks decide alike: each reports what it did or why it could not, rank 0 judges, all hear the same verdict.
+
+Built on a key-value store rather than on collectives, so that a rank that died or hangs costs a time-out and not the job.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ..errors import CheckpointError, RankFailedError, listing
+from .format import JsonValue
+
+COORDINATOR = 0
+"""The rank that judges, and that alone makes, renames and removes directories."""
+
+
+class Rendezvous(Protocol):
+    """What the ranks of one job share: a store of bytes under names."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 on."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set ``key``, which is not set yet."""
+        ...
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """Return what some rank put under ``key``, as soon as it is there; with a time-out of 0, look once.
+
+        Raises:
+            TimeoutError: it was not there in time.
+        """
+        ...
+
+
+def exchange(
+    rendezvous: Rendezvous,
+    token: str,
+    produce: Callable[[], JsonValue],
+    decide: Callable[[list[JsonValue]], JsonValue],
+    timeout_seconds: float,
+) -> JsonValue:
+    """Let every rank do its part, and rank 0 make one result out of all parts; every rank returns it, or every rank raises.
+
+    Args:
+        rendezvous: the ranks that take part; all must call.
+        token: unique for this exchange in the life of the job, the same on all ranks.
+        produce: this rank's part.
+        decide: called on rank 0 with all parts in the order of the ranks, once all have succeeded.
+        timeout_seconds: how much later than rank 0 any rank may finish its part, and rank 0 than any other.
+
+    Raises:
+        RankFailedError: a part or the decision failed, or a rank did not answer in time; the message names every such rank. A
+            rank whose own failure is another CheckpointError raises that instead.
+    """
+    try:
+        part, failure = produce(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        part, failure = None, error
+    except BaseException as error:
+        if rendezvous.rank == COORDINATOR:
+            _put(rendezvous, f"{token}/verdict", [None, _say({COORDINATOR: _describe(error)})])
+        else:
+            _tell(rendezvous, token, None, error)
+        raise
+    if rendezvous.rank == COORDINATOR:
+        result, text, decision_failure = _judge(rendezvous, token, part, failure, decide, timeout_seconds)
+        failure = failure or decision_failure
+    else:
+        _tell(rendezvous, token, part, failure)
+        result, text = _hear(rendezvous, token, timeout_seconds)
+    if text is None:
+        return result
+    if isinstance(failure, CheckpointError) and not isinstance(failure, RankFailedError):
+        raise failure
+    raise RankFailedError(text) from failure
+
+
+def agree(rendezvous: Rendezvous, token: str, problem: str | None, timeout_seconds: float) -> None:
+    """Return on every rank where no rank has a problem; otherwise raise the same error on every rank.
+
+    Args:
+        rendezvous: the ranks that take part; all must call.
+        token: unique for this call in the life of the job, the same on all ranks.
+        problem: this rank's, in words, or None.
+        timeout_seconds: how much later than rank 0 any rank may call, and rank 0 than any other.
+
+    Raises:
+        RankFailedError: it names the ranks and their problems, or those that did not answer. A rank with an exception of its own
+            can raise that from this one.
+    """
+
+    def report() -> None:
+        if problem is not None:
+            raise _Problem(problem)
+
+    try:
+        exchange(rendezvous, token, report, lambda _: None, timeout_seconds)
+    except RankFailedError as error:
+        raise error from None
+
+
+class _Problem(Exception):
+    """A problem that is only known in words."""
+
+
+def _judge(
+    rendezvous: Rendezvous,
+    token: str,
+    part: JsonValue,
+    failure: Exception | None,
+    decide: Callable[[list[JsonValue]], JsonValue],
+    timeout_seconds: float,
+) -> tuple[JsonValue, str | None, Exception | None]:
+    """Return the result, or the text of what failed and rank 0's own failure; all others hear it too."""
+    try:
+        parts, failures = _collect(rendezvous, token, part, failure, timeout_seconds)
+        result, text, decision_failure = None, None, None
+        if failures:
+            text = _say(failures)
+        else:
+            try:
+                result = decide(parts)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+                decision_failure = error
+                text = str(error) if isinstance(error, RankFailedError) else _say({COORDINATOR: _describe(error)})
+    except BaseException as error:
+        _put(rendezvous, f"{token}/verdict", [None, _say({COORDINATOR: _describe(error)})])
+        raise
+    _put(rendezvous, f"{token}/verdict", [result, text])
+    return result, text, decision_failure
+
+
+def _collect(
+    rendezvous: Rendezvous, token: str, part: JsonValue, failure: Exception | None, timeout_seconds: float
+) -> tuple[list[JsonValue], dict[int, str]]:
+    """Return the parts of all ranks, and the failures of those that had one or did not answer."""
+    parts: list[JsonValue] = []
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_seconds
+    for rank in range(rendezvous.world_size):
+        if rank == COORDINATOR:
+            value, text = part, None if failure is None else _describe(failure)
+        else:
+            try:
+                value, text = json.loads(rendezvous.get(f"{token}/report/{rank}", max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                value, text = None, f"no answer within {timeout_seconds:g} s; it was killed, hangs, or is slower than that"
+            except Exception as error:  # noqa: BLE001 - each kind of store has its own exceptions
+                value, text = None, f"its answer can't be read: {_describe(error)}"
+        parts.append(value)
+        if text is not None:
+            failures[rank] = text
+    return parts, failures
+
+
+def _tell(rendezvous: Rendezvous, token: str, part: JsonValue, failure: BaseException | None) -> None:
+    _put(rendezvous, f"{token}/report/{rendezvous.rank}", [part, None if failure is None else _describe(failure)])
+
+
+def _put(rendezvous: Rendezvous, key: str, value: JsonValue) -> None:
+    try:
+        rendezvous.put(key, json.dumps(value).encode())
+    except Exception as error:
+        raise RankFailedError(f"rank {rendezvous.rank} can't reach the other ranks: {_describe(error)}") from error
+
+
+def _hear(rendezvous: Rendezvous, token: str, timeout_seconds: float) -> tuple[JsonValue, str | None]:
+    # Rank 0 may begin to collect a time-out later than this rank, and then waits another one for the slowest.
+    patience = 2 * timeout_seconds
+    try:
+        result, text = json.loads(rendezvous.get(f"{token}/verdict", patience))
+    except TimeoutError:
+        return None, f"rank {COORDINATOR}, which coordinates, gave no verdict within {patience:g} s; it was killed or hangs"
+    except Exception as error:  # noqa: BLE001 - each kind of store has its own exceptions
+        return None, f"rank {COORDINATOR}, which coordinates, can't be reached: {_describe(error)}"
+    return result, text
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, (CheckpointError, _Problem)) else f"{type(error).__name__}: {error}"
+
+
+def _say(failures: dict[int, str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in failures.items():
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {listing(map(str, ranks))} failed: {text}" for text, ranks in ranks_of.items())

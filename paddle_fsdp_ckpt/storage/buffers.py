@@ -1,0 +1,71 @@
+"""Moving bytes between files and memory: many buffers a system call, none of them copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+_IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+
+
+def as_bytes(buffer: object, what: str) -> memoryview:
+    """Return the memory behind ``buffer`` as a 1-D view of bytes, without a copy; ``what`` names it for the messages.
+
+    Raises:
+        ValueError: the object gives no buffer, or one that isn't C-contiguous.
+    """
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{what}: a {type(buffer).__name__} is not a buffer of bytes") from None
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
+    if not view.c_contiguous:
+        raise ValueError(f"{what}: its memory is not contiguous")
+    # memoryview.cast knows neither ctypes' formats nor empty views; numpy takes any.
+    return np.frombuffer(view, np.uint8).data if view.nbytes else memoryview(bytearray())
+
+
+def write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
+    """Write the buffers, none of them empty, one after another to the descriptor's position.
+
+    Raises:
+        OSError: the system refused.
+    """
+    for first in range(0, len(buffers), _IOV_MAX):
+        group = buffers[first : first + _IOV_MAX]
+        written = os.writev(descriptor, group)
+        while group := _rest(group, written):
+            written = os.writev(descriptor, group)
+
+
+def read_all(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read bytes from ``offset`` on into the buffers, none of them empty, one after another.
+
+    Returns:
+        How many bytes were read; fewer than the buffers hold where the file ends before.
+
+    Raises:
+        OSError: the system refused.
+    """
+    total = 0
+    for first in range(0, len(buffers), _IOV_MAX):
+        group = buffers[first : first + _IOV_MAX]
+        while group:
+            count = os.preadv(descriptor, group, offset + total)
+            if count == 0:
+                return total
+            total += count
+            group = _rest(group, count)
+    return total
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """Return what is left of the buffers after their first ``done`` bytes."""
+    for i, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[i + 1 :]]
+        done -= len(buffer)
+    return []

@@ -1,0 +1,331 @@
+"""The names and the manifest of a checkpoint directory: what is plain data about it.
+
+A checkpoint directory of format version 1 holds, and needs, only
+
+- ``manifest.json``, written last: see :class:`Manifest`;
+- ``{rank}_0.safetensors`` for each rank that saved: see :mod:`~paddle_fsdp_ckpt.storage.header`.
+
+``0.metadata`` lies beside them for stock Paddle; nothing here reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any, NoReturn, TypeAlias, cast
+
+from ..errors import CheckpointError, UnsafeCheckpointError
+
+FORMAT_VERSION = 1
+"""What this version of the package writes. It reads this one and all older ones."""
+
+MANIFEST_NAME = "manifest.json"
+PADDLE_METADATA_NAME = "0.metadata"
+
+DTYPE_CODES: dict[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Paddle's dtype name -> the code of the same type in a safetensors header."""
+
+DTYPE_NAMES: dict[str, str] = {code: name for name, code in DTYPE_CODES.items()}
+"""The code in a safetensors header -> Paddle's dtype name."""
+
+DTYPE_NBYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes an element, for each of Paddle's dtype names that a file can hold."""
+
+JsonValue: TypeAlias = Any
+"""None, bool, int, float, str, a list of such, or a dict of such with str keys; see :func:`check_json`."""
+
+_RANK_FILE_NAME = re.compile(r"(0|[1-9][0-9]{0,9})_0\.safetensors", re.ASCII)
+_LEFT_OVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>staging|replaced)-[0-9a-f]{16}", re.DOTALL)
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a newer version of this package, in a format that this one doesn't know."""
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of the file that ``rank`` writes, the one under which stock Paddle looks for it."""
+    return f"{rank}_0.safetensors"
+
+
+def check_rank_file_name(name: str) -> None:
+    """Raise unless ``name`` could come from :func:`rank_file_name`.
+
+    Raises:
+        UnsafeCheckpointError: it could not; it may lead out of the directory.
+    """
+    if not _RANK_FILE_NAME.fullmatch(name):
+        raise UnsafeCheckpointError(
+            f"the checkpoint names a file {name!r}, which isn't of the form 'N_0.safetensors' and may lead out of its directory; "
+            "it was not opened. Don't use this checkpoint, its manifest was edited"
+        )
+
+
+def check_format_version(version: int, where: str) -> None:
+    """Raise unless this package reads format ``version``; ``where`` names the file for the message.
+
+    Raises:
+        NewerFormatError: the version is newer than :data:`FORMAT_VERSION`.
+        ValueError: there is no such version.
+    """
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{where} has format version {version}; this version of paddle_fsdp_ckpt reads up to {FORMAT_VERSION}. "
+            "Load it with a newer paddle_fsdp_ckpt (pip install --upgrade paddle_fsdp_ckpt)"
+        )
+    if version < 1:
+        raise ValueError(f"there is no format version {version}")
+
+
+def staging_name(target: str, nonce: str) -> str:
+    """Return the name of the directory beside ``target`` in which a save to it grows."""
+    return f".{target}.staging-{nonce}"
+
+
+def replaced_name(target: str, nonce: str) -> str:
+    """Return the name under which an old checkpoint ``target`` waits beside it while a new one takes its place."""
+    return f".{target}.replaced-{nonce}"
+
+
+def parse_left_over(name: str) -> tuple[str, str] | None:
+    """Return the target's name and ``"staging"`` or ``"replaced"`` for a directory of one of these two names, else None."""
+    match = _LEFT_OVER.fullmatch(name)
+    return (match["target"], match["kind"]) if match else None
+
+
+def utc_now() -> str:
+    """Return the time in the form of :attr:`Manifest.created`."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says about one rank's file.
+
+    Attributes:
+        name: see :func:`rank_file_name`.
+        size: of the whole file, in bytes.
+        pieces: how many pieces it holds.
+        digests: hexadecimal digests of the file's parts, in the order of the file. Format version 1 allows it to be empty:
+            then only sizes and descriptions can be checked.
+    """
+
+    name: str
+    size: int
+    pieces: int
+    digests: tuple[str, ...] = ()
+
+    def to_json(self) -> JsonValue:
+        """Return the record as plain JSON data; :meth:`from_json` is the inverse."""
+        return asdict(self) | {"digests": list(self.digests)}
+
+    @classmethod
+    def from_json(cls, value: JsonValue) -> FileRecord:
+        """Build a record from what :meth:`to_json` returned.
+
+        Raises:
+            ValueError: a field is missing, unknown or has the wrong type.
+            UnsafeCheckpointError: the name is not a plain file name.
+        """
+        fields = _fields(value, "a file's record", {"name", "size", "pieces", "digests"})
+        name = _string(fields["name"], "a file's name")
+        check_rank_file_name(name)
+        return cls(
+            name,
+            _count(fields["size"], f"size of '{name}'"),
+            _count(fields["pieces"], f"pieces of '{name}'"),
+            tuple(_string(digest, f"digest of '{name}'") for digest in _list(fields["digests"], f"digests of '{name}'")),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint directory says about itself; its presence is what makes the directory a checkpoint.
+
+    Within one format version the set of fields is closed: a manifest with a field missing or unknown is refused, so that a
+    flipped bit in a field's name can't pass for an absent field. New fields come with a new format version.
+
+    Attributes:
+        step: the training step, or None where the caller named none.
+        world_size: how many ranks saved; there is one file for each.
+        created: UTC, ISO 8601 with offset, as :func:`utc_now` returns it.
+        versions: package name -> version, of those that wrote the checkpoint.
+        optimizers: classes and hyper-parameters, with parameter names; opaque here.
+        extra_state: the caller's own; opaque here.
+        files: in the order of the ranks.
+        format_version: of the directory; see :data:`FORMAT_VERSION`.
+    """
+
+    step: int | None
+    world_size: int
+    created: str
+    versions: dict[str, str]
+    optimizers: JsonValue
+    extra_state: JsonValue
+    files: tuple[FileRecord, ...]
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """Return the text of ``manifest.json``.
+
+        ``NaN`` and infinities are written as Python's json does, since losses may be such.
+
+        Raises:
+            ValueError: ``optimizers`` or ``extra_state`` would not come back from JSON as they are.
+        """
+        check_json(self.optimizers, "optimizers")
+        check_json(self.extra_state, "extra_state")
+        fields = {
+            "format_version": self.format_version,
+            "step": self.step,
+            "world_size": self.world_size,
+            "created": self.created,
+            "versions": self.versions,
+            "optimizers": self.optimizers,
+            "extra_state": self.extra_state,
+            "files": [record.to_json() for record in self.files],
+        }
+        return json.dumps(fields, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Build a manifest from the text of ``manifest.json``.
+
+        Raises:
+            ValueError: the text is not what :meth:`to_json` writes.
+            NewerFormatError: it is of a newer format version.
+            UnsafeCheckpointError: it names a file that is not a plain name.
+        """
+        value = parse_json(text, allow_nan=True)
+        if isinstance(value, dict) and type(value.get("format_version")) is int:
+            check_format_version(value["format_version"], MANIFEST_NAME)
+        names = {"format_version", "step", "world_size", "created", "versions", "optimizers", "extra_state", "files"}
+        fields = _fields(value, "the manifest", names)
+        versions = _dict(fields["versions"], "versions")
+        manifest = cls(
+            step=None if fields["step"] is None else _count(fields["step"], "step"),
+            world_size=_count(fields["world_size"], "world_size"),
+            created=_utc_time(fields["created"]),
+            versions={name: _string(version, f"version of '{name}'") for name, version in versions.items()},
+            optimizers=fields["optimizers"],
+            extra_state=fields["extra_state"],
+            files=tuple(FileRecord.from_json(record) for record in _list(fields["files"], "files")),
+            format_version=_count(fields["format_version"], "format_version"),
+        )
+        expected = [rank_file_name(rank) for rank in range(len(manifest.files))]
+        if manifest.world_size != len(manifest.files) or [record.name for record in manifest.files] != expected:
+            raise ValueError(f"files are not one for each of {manifest.world_size} ranks, in order")
+        return manifest
+
+
+def parse_json(text: str, *, allow_nan: bool = False) -> JsonValue:
+    """Parse JSON that may come from anyone.
+
+    Raises:
+        ValueError: not JSON, a key twice in one object, nested beyond reason, or not a number where ``allow_nan`` is false.
+    """
+    constants = None if allow_nan else _refuse_constant
+    try:
+        return json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=constants)
+    except RecursionError:
+        raise ValueError("JSON is nested beyond reason") from None
+
+
+def check_json(value: JsonValue, where: str) -> None:
+    """Raise unless ``value`` comes back from JSON as it is; ``where`` names it for the message.
+
+    Raises:
+        ValueError: it holds something else than None, bool, int, float, str, list, or dict with str keys. Tuples are refused,
+            since they would come back as lists.
+    """
+    if isinstance(value, dict):
+        strange = [key for key in value if not isinstance(key, str)]
+        if strange:
+            raise ValueError(f"{where} has the key {strange[0]!r}, and JSON would turn it into a str; use str keys")
+        for key, item in value.items():
+            check_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            check_json(item, f"{where}[{i}]")
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}, which JSON can't give back as it is; use None, bool, int, float, str, list or dict"
+        )
+
+
+def _object_without_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in one JSON object")
+    return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _fields(value: JsonValue, what: str, names: set[str]) -> dict[str, JsonValue]:
+    fields = _dict(value, what)
+    if fields.keys() != names:
+        missing, unknown = sorted(names - fields.keys()), sorted(fields.keys() - names)
+        raise ValueError(f"{what} lacks the fields {missing} and has the unknown fields {unknown}")
+    return fields
+
+
+def _dict(value: JsonValue, what: str) -> dict[str, JsonValue]:
+    return cast("dict[str, JsonValue]", _typed(value, dict, what))
+
+
+def _list(value: JsonValue, what: str) -> list[JsonValue]:
+    return cast("list[JsonValue]", _typed(value, list, what))
+
+
+def _string(value: JsonValue, what: str) -> str:
+    return cast(str, _typed(value, str, what))
+
+
+def _typed(value: JsonValue, kind: type, what: str) -> JsonValue:
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {value!r:.100}, not a {kind.__name__}")
+    return value
+
+
+def _count(value: JsonValue, what: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} is {value!r:.100}, not a whole number from 0 on")
+    return value
+
+
+def _utc_time(value: JsonValue) -> str:
+    text = _string(value, "created")
+    try:
+        offset = datetime.fromisoformat(text).utcoffset()
+    except ValueError:
+        offset = None
+    if offset != timedelta(0):
+        raise ValueError(f"created is {text!r}, not a time in UTC")
+    return text

@@ -1,0 +1,202 @@
+"""The header of a rank's file: a valid safetensors header that also describes the pieces.
+
+One page of format. A rank's file is
+
+    8 bytes: length of the header, little-endian;  the header: JSON, padded with spaces to a multiple of 8 bytes;  the data.
+
+The header maps each key to ``{"dtype", "shape", "data_offsets"}``, as safetensors wants it, in the order of the data: without
+holes, larger element sizes first, so that every tensor is aligned to its element size. A tensor's shape is the piece's local
+shape, or ``[numel]`` where the piece is a flat range. ``__metadata__`` holds two strings: the format version, and JSON
+that maps each key to the description of its piece, which is one of
+
+    [global_shape]                                       the whole tensor
+    [global_shape, [start, stop]]                        a flat range of the whole tensor
+    [global_shape, offset, local_shape]                  a box
+    [global_shape, offset, local_shape, [start, stop]]   a flat range of a box
+
+A piece without elements is never stored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
+from ..layout import Range
+from ..pieces import Piece, check_piece
+from .format import DTYPE_CODES, DTYPE_NAMES, DTYPE_NBYTES, FORMAT_VERSION, JsonValue, check_format_version, parse_json
+
+LENGTH_NBYTES = 8
+"""Bytes of the header's length, at the start of the file."""
+
+MAX_HEADER_NBYTES = 100_000_000
+"""The largest header that safetensors reads, and so the largest that we write or read."""
+
+METADATA_KEY = "__metadata__"
+_VERSION_KEY = "paddle_fsdp_ckpt.format_version"
+_PIECES_KEY = "paddle_fsdp_ckpt.pieces"
+_ALIGNMENT = 8
+
+
+class Box(NamedTuple):
+    """The part of a tensor that a piece, or the flat range of one, is taken from; see :class:`~paddle_fsdp_ckpt.pieces.Piece`."""
+
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    numel: int
+
+
+Entry: TypeAlias = "tuple[str, str, Box, int, int, int]"
+"""One stored piece, light enough to make a million of: key, dtype, box, first and past-the-last element of the box (0 and
+``box.numel`` for the whole of it, which is also how a flat range over all of it reads), and first byte in the file."""
+
+
+def in_file_order(pieces: Sequence[Piece]) -> list[int]:
+    """Return the positions of the pieces that a file stores, in the order of its data."""
+    stored = [i for i, piece in enumerate(pieces) if piece.numel]
+    return sorted(stored, key=lambda i: -DTYPE_NBYTES[pieces[i].dtype])
+
+
+def encode_header(pieces: Sequence[Piece]) -> bytes:
+    """Return everything in a file before its data; ``pieces`` in the order of :func:`in_file_order`.
+
+    Raises:
+        ValueError: a key twice, a key that the format can't hold, or more keys than it can hold.
+    """
+    header: dict[str, JsonValue] = {METADATA_KEY: {}}
+    descriptions: dict[str, JsonValue] = {}
+    position = 0
+    for piece in pieces:
+        if piece.key in header:
+            raise ValueError(f"'{piece.key}' can't be stored twice in one file; a rank must give each key one piece")
+        stop = position + piece.numel * DTYPE_NBYTES[piece.dtype]
+        shape = piece.local_shape if piece.flat_range is None else (piece.flat_range.numel,)
+        header[piece.key] = {"dtype": DTYPE_CODES[piece.dtype], "shape": shape, "data_offsets": (position, stop)}
+        descriptions[piece.key] = _describe(piece)
+        position = stop
+    header[METADATA_KEY] = {_VERSION_KEY: str(FORMAT_VERSION), _PIECES_KEY: _to_json(descriptions)}
+    try:
+        encoded = _to_json(header).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a key is not valid Unicode and can't be stored: {error}") from None
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    if len(encoded) > MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"{len(pieces)} pieces in one file need a header of {len(encoded)} bytes, and safetensors allows {MAX_HEADER_NBYTES}; "
+            "save from more ranks, or with shorter parameter names"
+        )
+    return len(encoded).to_bytes(LENGTH_NBYTES, "little") + encoded
+
+
+def header_nbytes(length_field: bytes, file_size: int, where: str) -> int:
+    """Return the length of a header from the file's first bytes; ``where`` names the file for the messages.
+
+    Raises:
+        CorruptCheckpointError: the file is too short to hold its header.
+        UnsafeCheckpointError: the header is larger than any that we wrote.
+    """
+    length = int.from_bytes(length_field, "little")
+    if len(length_field) < LENGTH_NBYTES:
+        raise CorruptCheckpointError(f"{where} has {file_size} bytes and is too short for a safetensors file; {_WAY_OUT}")
+    if length > MAX_HEADER_NBYTES:
+        raise UnsafeCheckpointError(
+            f"{where} asks for a header of {length} bytes, and at most {MAX_HEADER_NBYTES} are allowed; it was not read. {_WAY_OUT}"
+        )
+    if length > file_size - LENGTH_NBYTES:
+        raise CorruptCheckpointError(f"{where} has {file_size} bytes and is too short for its header of {length} bytes; {_WAY_OUT}")
+    return length
+
+
+def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]:
+    """Yield what a file stores, in the order of its data, everything checked.
+
+    Args:
+        encoded: the header, without its length.
+        file_size: of the whole file, in bytes.
+        where: names the file for the messages.
+
+    Raises:
+        CorruptCheckpointError: the header is not what :func:`encode_header` writes, or doesn't fit the file.
+        NewerFormatError: it is of a newer format version.
+    """
+    try:
+        header = parse_json(encoded.decode())
+        metadata = header.pop(METADATA_KEY)
+        check_format_version(int(metadata[_VERSION_KEY]), where)
+        descriptions = parse_json(metadata[_PIECES_KEY])
+        if header.keys() != descriptions.keys():
+            raise ValueError(
+                f"keys with values or with a description, but not both: {listing(sorted(header.keys() ^ descriptions.keys()))}"
+            )
+        entries = sorted(header.items(), key=_data_start)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CorruptCheckpointError(f"the header of {where} is malformed: {_text(error)}; {_WAY_OUT}") from error
+    boxes: dict[JsonValue, Box] = {}
+    data_start = position = LENGTH_NBYTES + len(encoded)
+    for key, entry in entries:
+        try:
+            dtype = DTYPE_NAMES.get(entry["dtype"])
+            if dtype is None:
+                raise ValueError(f"unknown dtype {entry['dtype']!r}")
+            description = descriptions[key]
+            is_flat = len(description) in (2, 4)
+            outline = tuple(map(tuple, description[:-1] if is_flat else description))
+            box = boxes.get(outline)
+            if box is None:
+                # Lists that are equal to known ones get the known one's integers, so 1.0 or true can't slip in as 1.
+                box = boxes[outline] = _box(key, dtype, outline)
+            start, stop = description[-1] if is_flat else (0, box.numel)
+            if not (type(start) is int and type(stop) is int and 0 <= start < stop <= box.numel):
+                raise ValueError(f"[{start}, {stop}) is no range of the {box.numel} elements of {list(box.local_shape)}")
+            shape = [stop - start] if is_flat else list(box.local_shape)
+            end = position + (stop - start) * DTYPE_NBYTES[dtype]
+            if entry["shape"] != shape or entry["data_offsets"] != [position - data_start, end - data_start] or len(entry) != 3:
+                raise ValueError(
+                    f"the description wants {dtype} {shape} at bytes {[position - data_start, end - data_start]}, which leaves no hole, "
+                    f"and the header has {entry}"
+                )
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptCheckpointError(f"{where}, key '{key}': {_text(error)}; {_WAY_OUT}") from error
+        yield key, dtype, box, start, stop, position
+        position = end
+    if position != file_size:
+        raise CorruptCheckpointError(f"{where} has {file_size} bytes, and its header describes {position}; {_WAY_OUT}")
+
+
+_WAY_OUT = "restore the file from a copy, or load another checkpoint"
+
+
+def _describe(piece: Piece) -> list[JsonValue]:
+    is_whole = piece.local_shape == piece.global_shape
+    box: list[JsonValue] = [piece.global_shape] if is_whole else [piece.global_shape, piece.global_offset, piece.local_shape]
+    return box if piece.flat_range is None else [*box, (piece.flat_range.start, piece.flat_range.stop)]
+
+
+def _box(key: str, dtype: str, outline: tuple[tuple[int, ...], ...]) -> Box:
+    if len(outline) not in (1, 3):
+        raise ValueError(f"{[list(part) for part in outline]} is not the description of a piece")
+    if not all(type(number) is int for part in outline for number in part):
+        raise ValueError(f"{[list(part) for part in outline]} holds something else than whole numbers")
+    global_shape = outline[0]
+    _, offset, local_shape = outline if len(outline) == 3 else (global_shape, (0,) * len(global_shape), global_shape)
+    check_piece(Piece(key, dtype, global_shape, offset, local_shape, Range(0, 0)))
+    return Box(global_shape, offset, local_shape, math.prod(local_shape))
+
+
+def _data_start(item: tuple[str, JsonValue]) -> int:
+    start = item[1]["data_offsets"][0]
+    if type(start) is not int:
+        raise ValueError(f"data_offsets of '{item[0]}' are not whole numbers")
+    return start
+
+
+def _to_json(value: JsonValue) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _text(error: Exception) -> str:
+    return f"no field {error}" if isinstance(error, KeyError) else str(error)

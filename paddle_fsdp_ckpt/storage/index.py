@@ -1,0 +1,242 @@
+"""Read what a checkpoint says about itself: its manifest, and where the values of each key lie."""
+
+from __future__ import annotations
+
+import gc
+import os
+import stat
+from collections.abc import Iterator, KeysView
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
+from ..layout import Range
+from ..pieces import Piece
+from .format import MANIFEST_NAME, FileRecord, Manifest, parse_left_over
+from .header import LENGTH_NBYTES, Box, decode_header, header_nbytes
+
+_MAX_MANIFEST_NBYTES = 1 << 30
+
+Stored: TypeAlias = "tuple[int, Box, int, int, int]"
+"""A stored piece of a known key, without the key: number of its file in the manifest, box, first and past-the-last element of
+the box, first byte in the file."""
+
+
+class StoredPiece(NamedTuple):
+    """A piece, and where its bytes lie: row-major, without gaps, in the file ``file_name`` from ``byte_offset`` on."""
+
+    piece: Piece
+    file_name: str
+    byte_offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointIndex:
+    """Where the values of each key of one checkpoint lie.
+
+    Attributes:
+        path: the checkpoint directory.
+        manifest: what it says about itself.
+        dtypes: key -> Paddle's dtype name.
+        stored: key -> its pieces in light form, in the order of the files; at least one. :meth:`pieces` is the readable form.
+    """
+
+    path: Path
+    manifest: Manifest
+    dtypes: dict[str, str] = field(repr=False)
+    stored: dict[str, list[Stored]] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.stored
+
+    def keys(self) -> KeysView[str]:
+        """The keys, in the order in which the files have them."""
+        return self.stored.keys()
+
+    def global_shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor under ``key``."""
+        return self.stored[key][0][1].global_shape
+
+    def pieces(self, key: str) -> Iterator[StoredPiece]:
+        """Yield the stored pieces of ``key``; a flat range over all of its box is given as the box."""
+        for stored in self.stored[key]:
+            yield StoredPiece(self.piece(key, stored), self.manifest.files[stored[0]].name, stored[4])
+
+    def piece(self, key: str, stored: Stored) -> Piece:
+        """Return the readable form of one of the pieces in ``stored[key]``."""
+        _, box, start, stop, _ = stored
+        flat_range = None if stop - start == box.numel else Range(start, stop)
+        return Piece(key, self.dtypes[key], box.global_shape, box.global_offset, box.local_shape, flat_range)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint directory ``path``.
+
+    Raises:
+        IncompleteCheckpointError: there is no committed checkpoint; the message says what there is.
+        CorruptCheckpointError: the manifest is malformed.
+        UnsafeCheckpointError: it names files that are not plain names, is a link out of the directory, or is too large.
+        NewerFormatError: it is of a newer format version.
+    """
+    left_over = parse_left_over(Path(os.path.abspath(path)).name)
+    if left_over is not None:
+        raise IncompleteCheckpointError(_say_left_over(path, *left_over))
+    if not path.is_dir():
+        raise IncompleteCheckpointError(f"'{path}' is a file, not a checkpoint directory" if path.exists() else _say_missing(path))
+    if not os.path.lexists(path / MANIFEST_NAME):
+        raise IncompleteCheckpointError(_say_foreign(path))
+    descriptor, size = open_inside(path, MANIFEST_NAME)
+    with open(descriptor, "rb") as file:
+        if size > _MAX_MANIFEST_NBYTES:
+            raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
+        encoded = file.read(_MAX_MANIFEST_NBYTES)
+    try:
+        return Manifest.from_json(encoded.decode())
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"the manifest '{path / MANIFEST_NAME}' is malformed: {error}; restore it from a copy, or load another checkpoint"
+        ) from error
+
+
+def read_index(path: Path) -> CheckpointIndex:
+    """Read the manifest and the headers of all files of the checkpoint directory ``path``, and check them against each other.
+
+    The values themselves are not read. Time and memory grow with the number of stored pieces, not with their sizes.
+
+    Raises:
+        IncompleteCheckpointError: there is no committed checkpoint, or a file of it is missing.
+        CorruptCheckpointError: a manifest or header is malformed, or they don't agree with each other or with the files.
+        UnsafeCheckpointError: a file name or link that leads out of the directory, something that is no file, or an oversized header.
+        NewerFormatError: a file is of a newer format version.
+    """
+    manifest = read_manifest(path)
+    with _without_garbage_collection():
+        return _index_files(path, manifest)
+
+
+def _index_files(path: Path, manifest: Manifest) -> CheckpointIndex:
+    dtypes: dict[str, str] = {}
+    stored: dict[str, list[Stored]] = {}
+    for file_number, record in enumerate(manifest.files):
+        count = 0
+        for key, dtype, box, start, stop, byte_offset in decode_header(_read_header(path, record), record.size, _where(path, record)):
+            count += 1
+            others = stored.get(key)
+            if others is None:
+                dtypes[key] = dtype
+                stored[key] = [(file_number, box, start, stop, byte_offset)]
+                continue
+            first = others[0]
+            if dtypes[key] != dtype or first[1].global_shape != box.global_shape:
+                raise CorruptCheckpointError(
+                    f"'{path}', key '{key}': {manifest.files[first[0]].name} has {dtypes[key]} {list(first[1].global_shape)}, and "
+                    f"{record.name} has {dtype} {list(box.global_shape)}; the files are not of one save. Load another checkpoint"
+                )
+            others.append((file_number, box, start, stop, byte_offset))
+        if count != record.pieces:
+            raise CorruptCheckpointError(
+                f"{_where(path, record)} holds {count} pieces, and the manifest says {record.pieces}; the files are not of one save. "
+                "Load another checkpoint"
+            )
+    return CheckpointIndex(path, manifest, dtypes, stored)
+
+
+def open_inside(directory: Path, name: str) -> tuple[int, int]:
+    """Open a regular file of a checkpoint for reading, and return its descriptor, which the caller closes, and its size in bytes.
+
+    Raises:
+        IncompleteCheckpointError: the file is missing.
+        UnsafeCheckpointError: it is a link that leads out of the directory, or not a regular file.
+    """
+    root = os.path.realpath(directory)
+    real = os.path.realpath(os.path.join(root, name))
+    if os.path.dirname(real) != root:
+        raise UnsafeCheckpointError(f"'{directory / name}' leads out of its directory, to '{real}'; it was not opened. Copy the file in")
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for ever.
+        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(
+            f"'{directory}' lacks the file {name}; restore it from a copy, or load another checkpoint"
+        ) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise UnsafeCheckpointError(f"'{directory / name}' is not a regular file; it was not read. Load another checkpoint")
+    return descriptor, status.st_size
+
+
+def open_rank_file(directory: Path, record: FileRecord) -> int:
+    """Open one rank's file for reading, and return its descriptor, which the caller closes.
+
+    Raises:
+        IncompleteCheckpointError: the file is missing.
+        CorruptCheckpointError: it hasn't the size that the manifest says.
+        UnsafeCheckpointError: it is a link that leads out of the directory, or not a regular file.
+    """
+    descriptor, size = open_inside(directory, record.name)
+    if size != record.size:
+        os.close(descriptor)
+        raise CorruptCheckpointError(
+            f"{_where(directory, record)} has {size} bytes, and the manifest says {record.size}; restore the file from a copy, or load "
+            "another checkpoint"
+        )
+    return descriptor
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector from walking a growing heap of plain data again and again, which takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _read_header(directory: Path, record: FileRecord) -> bytes:
+    with open(open_rank_file(directory, record), "rb") as file:
+        length = header_nbytes(file.read(LENGTH_NBYTES), record.size, _where(directory, record))
+        return file.read(length)
+
+
+def _where(directory: Path, record: FileRecord) -> str:
+    return f"'{directory / record.name}'"
+
+
+def _say_left_over(path: Path, target: str, kind: str) -> str:
+    if kind == "staging":
+        return f"'{path}' is what an unfinished save to '{target}' left behind; load another checkpoint. It may be deleted"
+    return (
+        f"'{path}' is an old checkpoint that a save to '{target}' was about to replace; if '{target}' is missing, give it its name "
+        f"back: mv '{path}' '{path.parent / target}'"
+    )
+
+
+def _say_missing(path: Path) -> str:
+    beside = []
+    if path.parent.is_dir():
+        for entry in sorted(path.parent.iterdir()):
+            left_over = parse_left_over(entry.name)
+            if left_over is not None and left_over[0] == path.name:
+                beside.append(_say_left_over(entry, *left_over))
+    return f"there is no checkpoint '{path}'; check the path" + "".join(f". {sentence}" for sentence in beside)
+
+
+def _say_foreign(path: Path) -> str:
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        return f"'{path}' is an empty directory, not a checkpoint; check the path"
+    if any(name.endswith(".metadata") for name in names):
+        return (
+            f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save; read it with "
+            "paddle.distributed.load_state_dict"
+        )
+    return f"'{path}' has no {MANIFEST_NAME}, so it is not a checkpoint, or not a finished one; check the path. It holds {listing(names)}"

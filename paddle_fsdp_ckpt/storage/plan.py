@@ -1,0 +1,273 @@
+"""Decide which bytes of a checkpoint's files a rank needs, and whether they are all there, before any is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import MismatchError, listing
+from ..pieces import Piece, overlaps
+from .format import DTYPE_NBYTES
+from .index import CheckpointIndex, Stored
+
+
+class Read(NamedTuple):
+    """Bytes that go from a file straight into the destination of a target.
+
+    Attributes:
+        file_offset: first byte in the file.
+        target: position in :attr:`ReadPlan.targets`.
+        target_offset: first byte in the target's own data.
+        nbytes: how many bytes there are.
+    """
+
+    file_offset: int
+    target: int
+    target_offset: int
+    nbytes: int
+
+
+class Duplicate(NamedTuple):
+    """The same values of a key, stored twice; files are positions in the manifest, offsets and lengths bytes."""
+
+    key: str
+    file: int
+    file_offset: int
+    other_file: int
+    other_offset: int
+    nbytes: int
+
+
+class KeyProblem(NamedTuple):
+    """What is wrong with one key, in words."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ReadProblems:
+    """Why a checkpoint doesn't fit the objects that are to be loaded; all empty where it does.
+
+    An explicit opt-out is ``dataclasses.replace(problems, unexpected=())``: the plan reads whatever has no problem.
+
+    Attributes:
+        path: the checkpoint directory.
+        missing: keys that the objects have and the checkpoint lacks, sorted.
+        unexpected: keys that the checkpoint has and the objects lack, sorted.
+        wrong_shape: one a key of this rank whose whole tensors differ in shape.
+        wrong_dtype: one a key of this rank whose dtypes differ.
+        uncovered: one a target of this rank with elements that no file stores.
+        nothing_matched: not one key of the objects is in the checkpoint.
+    """
+
+    path: Path
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    wrong_shape: tuple[KeyProblem, ...] = ()
+    wrong_dtype: tuple[KeyProblem, ...] = ()
+    uncovered: tuple[KeyProblem, ...] = ()
+    nothing_matched: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.wrong_shape or self.wrong_dtype or self.uncovered or self.nothing_matched)
+
+    def raise_if_any(self) -> None:
+        """Raise where there is a problem.
+
+        Raises:
+            MismatchError: it lists the problems, the first 20 of each kind and how many there are.
+        """
+        if self:
+            raise MismatchError(str(self))
+
+    def __str__(self) -> str:
+        lines = [f"the checkpoint '{self.path}' doesn't fit the objects to load; nothing was changed"]
+        if self.nothing_matched:
+            lines.append("not one key matches")
+        if self.missing:
+            lines.append(f"{len(self.missing)} missing from the checkpoint: {_quoted(self.missing)}")
+            lines.extend(_near_misses(self.missing, self.unexpected))
+        if self.unexpected:
+            lines.append(f"{len(self.unexpected)} in the checkpoint, and not in the objects: {_quoted(self.unexpected)}")
+        for what, problems in (("of another shape", self.wrong_shape), ("of another dtype", self.wrong_dtype)):
+            if problems:
+                lines.append(f"{len(problems)} {what}: {_sentences(problems)}")
+        if self.uncovered:
+            lines.append(f"{len(self.uncovered)} not stored whole: {_sentences(self.uncovered)}")
+        lines.append("load it into the model and optimizer that it was saved from, or allow each difference explicitly")
+        return "\n- ".join(lines[:-1]) + f"\nWay out: {lines[-1]}"
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """Which bytes one rank reads, and where to.
+
+    Attributes:
+        index: of the checkpoint.
+        targets: what the rank wants.
+        problems: why the plan would not give the targets all their values. Targets that have one aren't read, or not wholly.
+        reads: position of a file in the manifest -> what is read from it. No two reads meet in a target.
+        duplicates: values that this rank reads and that are stored a second time.
+    """
+
+    index: CheckpointIndex
+    targets: Sequence[Piece]
+    problems: ReadProblems
+    reads: dict[int, list[Read]]
+    duplicates: list[Duplicate]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the plan reads into the targets."""
+        return sum(read.nbytes for reads in self.reads.values() for read in reads)
+
+
+class _Run(NamedTuple):
+    """Elements of a target, in its own 1-D data, and where a file has them."""
+
+    start: int
+    stop: int
+    file: int
+    file_offset: int
+
+
+def plan_read(index: CheckpointIndex, targets: Sequence[Piece], expected_keys: Collection[str]) -> ReadPlan:
+    """Plan how one rank reads ``targets`` from the checkpoint; nothing is read and nothing changed.
+
+    Every difference between checkpoint and objects becomes a problem of the plan; call ``plan.problems.raise_if_any()``.
+    Values that are stored more than once are read from the first file that has them; :func:`~.reader.check_duplicates`
+    compares them with the others.
+
+    Args:
+        index: what the checkpoint holds.
+        targets: what this rank wants. Several may be of one key; each needs to be a valid piece.
+        expected_keys: all keys of the objects, on any rank. Keys of ``targets`` count as expected.
+    """
+    missing = {key for key in expected_keys if key not in index}
+    wrong_shape: dict[str, KeyProblem] = {}
+    wrong_dtype: dict[str, KeyProblem] = {}
+    uncovered: list[KeyProblem] = []
+    reads: dict[int, list[Read]] = {}
+    duplicates: list[Duplicate] = []
+    for number, target in enumerate(targets):
+        key = target.key
+        stored = index.stored.get(key)
+        if stored is None:
+            missing.add(key)
+            continue
+        shape, dtype = stored[0][1].global_shape, index.dtypes[key]
+        if shape != target.global_shape:
+            text = f"checkpoint has shape {list(shape)}, the model wants {list(target.global_shape)}"
+            wrong_shape[key] = KeyProblem(key, text)
+            continue
+        if dtype != target.dtype:
+            wrong_dtype[key] = KeyProblem(key, f"checkpoint has {dtype}, the model wants {target.dtype}")
+            continue
+        itemsize = DTYPE_NBYTES[dtype]
+        runs = _find_runs(index, target, stored, itemsize)
+        if len(runs) != 1:
+            runs, twice = _split_duplicates(runs, itemsize)
+            duplicates.extend(
+                Duplicate(key, run.file, run.file_offset, other.file, other.file_offset, (run.stop - run.start) * itemsize)
+                for run, other in twice
+            )
+        found = 0
+        for start, stop, file, file_offset in runs:
+            found += stop - start
+            reads.setdefault(file, []).append(Read(file_offset, number, start * itemsize, (stop - start) * itemsize))
+        if found != target.numel:
+            uncovered.append(KeyProblem(key, _say_uncovered(target, runs)))
+    expected = set(expected_keys).union(target.key for target in targets)
+    problems = ReadProblems(
+        index.path,
+        tuple(sorted(missing)),
+        tuple(sorted(index.keys() - expected)),
+        tuple(wrong_shape.values()),
+        tuple(wrong_dtype.values()),
+        tuple(uncovered),
+        len(missing) == len(expected),
+    )
+    return ReadPlan(index, targets, problems, reads, duplicates)
+
+
+def _find_runs(index: CheckpointIndex, target: Piece, stored: Iterable[Stored], itemsize: int) -> list[_Run]:
+    """Return where the target's elements lie, once for each time they are stored."""
+    runs: list[_Run] = []
+    local_shape, offset = target.local_shape, target.global_offset
+    first, last = target.box_range.start, target.box_range.stop
+    for one in stored:
+        file, box, box_start, box_stop, file_offset = one
+        if box.local_shape == local_shape and box.global_offset == offset:
+            # What overlaps() does for equal boxes, without making a Piece: nearly all pieces come this way.
+            start, stop = max(box_start, first), min(box_stop, last)
+            if start < stop:
+                runs.append(_Run(start - first, stop - first, file, file_offset + (start - box_start) * itemsize))
+        else:
+            for source_start, target_start, numel in overlaps(index.piece(target.key, one), target):
+                runs.append(_Run(target_start, target_start + numel, file, file_offset + source_start * itemsize))
+    return runs
+
+
+def _split_duplicates(runs: list[_Run], itemsize: int) -> tuple[list[_Run], list[tuple[_Run, _Run]]]:
+    """Return runs that cover the same elements once, in ascending order, and pairs of runs that hold equal elements."""
+    once: list[_Run] = []
+    twice: list[tuple[_Run, _Run]] = []
+    for run in sorted(runs, key=lambda run: (run.start, run.file)):
+        covered = once[-1].stop if once else 0
+        earlier = len(once) - 1
+        while earlier >= 0 and once[earlier].stop > run.start:
+            other = once[earlier]
+            start, stop = max(run.start, other.start), min(run.stop, other.stop)
+            if start < stop:
+                twice.append((_cut(other, start, stop, itemsize), _cut(run, start, stop, itemsize)))
+            earlier -= 1
+        if run.stop > covered:
+            once.append(_cut(run, max(run.start, covered), run.stop, itemsize))
+    return once, twice
+
+
+def _cut(run: _Run, start: int, stop: int, itemsize: int) -> _Run:
+    return _Run(start, stop, run.file, run.file_offset + (start - run.start) * itemsize)
+
+
+def _say_uncovered(target: Piece, runs: Sequence[_Run]) -> str:
+    first = 0
+    for run in runs:
+        if run.start > first:
+            break
+        first = run.stop
+    found = sum(run.stop - run.start for run in runs)
+    where = f"box {list(target.local_shape)} at {list(target.global_offset)}"
+    return (
+        f"{target.numel - found} of the {target.numel} elements that this rank wants are in no file, the first is "
+        f"{target.box_range.start + first} of the flattened {where}"
+    )
+
+
+def _quoted(keys: Iterable[str]) -> str:
+    return listing(f"'{key}'" for key in keys)
+
+
+def _sentences(problems: Iterable[KeyProblem]) -> str:
+    return listing(f"'{problem.key}': {problem.text}" for problem in problems)
+
+
+def _near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+    """Say which missing keys are in the checkpoint under a name with a prefix more, or less."""
+    wanted, there = frozenset(missing), frozenset(unexpected)
+    too_long = Counter(key[: len(key) - len(rest)] for key in there for rest in _without_prefixes(key) if rest in wanted)
+    too_short = Counter(key[: len(key) - len(rest)] for key in wanted for rest in _without_prefixes(key) if rest in there)
+    sentences = [f"{count} of these are in it with the prefix '{prefix}' in front" for prefix, count in too_long.most_common(3)]
+    sentences += [f"{count} of these are in it without their prefix '{prefix}'" for prefix, count in too_short.most_common(3)]
+    return [f"{sentence}: was the model wrapped when it was saved, or is it now?" for sentence in sentences]
+
+
+def _without_prefixes(key: str) -> Iterable[str]:
+    position = key.find(".")
+    while position >= 0:
+        yield key[position + 1 :]
+        position = key.find(".", position + 1)

@@ -1,0 +1,62 @@
+"""``fully_shard``: what a training loop calls once, before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle.distributed as dist
+from paddle import nn
+
+from .fsdp import GradientReduction, check_model, shard_model
+from .optim import bind_optimizer, check_optimizer
+
+_BIND_LATER: Any = object()
+
+
+def fully_shard(
+    model: nn.Layer,
+    *,
+    optimizer: Any = _BIND_LATER,
+    group: dist.communication.group.Group | None = None,
+    unit_layers: Sequence[type[nn.Layer] | str] | None = None,
+    gradient_reduction: GradientReduction = "mean",
+) -> nn.Layer:
+    """Shard a model in place over the ranks of a group, so that each keeps one slice of every parameter, gradient and state.
+
+    All ranks must call it, with the same model. The first rank's values of parameters and buffers go to all. During a
+    unit's forward and backward its parameters are whole; otherwise they have their whole shape and no data.
+
+    Args:
+        model: parameters of dtype float32, float64, float16 or bfloat16.
+        optimizer: the optimizer (or a list of them) that steps this model; left out, call ``bind_optimizer`` before the
+            first backward; None means that you step the model yourself, see ``local_parameters``.
+        group: the ranks to shard over; by default fleet's sharding group, else all ranks. Without an initialised process group, one rank.
+        unit_layers: classes, or class names, of the layers that are gathered and released together; by default the
+            repeated blocks found in the model. Every other layer with parameters of its own is a unit by itself.
+        gradient_reduction: gradients are the ``"mean"`` (or the ``"sum"``) over the ranks of each rank's gradient.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ShardingError: the model is sharded already, has no parameters, has parameters that can't be sharded, or differs between ranks.
+        UnsupportedOptimizerError: the optimizer can't step a sharded model.
+    """
+    optimizers = _as_list(optimizer)
+    about_to_shard = {id(named.parameter) for named in check_model(model)}
+    for one in optimizers:
+        check_optimizer(one, about_to_shard)
+    runtime = shard_model(
+        model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, optimizers=len(optimizers)
+    )
+    runtime.steps_by_hand = optimizer is None
+    for one in optimizers:
+        bind_optimizer(one)
+    return model
+
+
+def _as_list(optimizer: Any) -> list[Any]:
+    if optimizer is _BIND_LATER or optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

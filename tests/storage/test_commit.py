@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import ThreadRendezvous, cut, make_manifest, run_ranks, write_checkpoint
+
+from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, MismatchError, RankFailedError
+from paddle_fsdp_ckpt.storage.commit import TargetExistsError, commit_checkpoint, heal_target
+from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, FileRecord, Manifest, rank_file_name, replaced_name, staging_name
+from paddle_fsdp_ckpt.storage.index import CheckpointIndex, read_index, read_manifest
+from paddle_fsdp_ckpt.storage.writer import write_rank_file
+
+NONCE = "0123456789abcdef"
+LONG = 30.0
+"""Seconds; for what comes as soon as its thread gets on."""
+
+
+def write_files(ranks: ThreadRendezvous, value: float = 1.0) -> Callable[[Path], FileRecord]:
+    whole = np.full((2 * ranks.world_size,), value, np.float32)
+    piece = cut("w", whole, flat=(2 * ranks.rank, 2 * ranks.rank + 2))
+    return lambda staging: write_rank_file(staging / rank_file_name(ranks.rank), [piece])
+
+
+def save(ranks: ThreadRendezvous, path: Path, **options: Any) -> Manifest:
+    step = options.pop("step", 7)
+    arguments = {
+        "write_files": write_files(ranks, float(step)),
+        "build_manifest": lambda records: make_manifest(records, step),
+        "token": "save",
+        "timeout_seconds": LONG,
+    }
+    return commit_checkpoint(path, ranks, **(arguments | options))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint, whose values must be that step's."""
+    index = read_index(path)
+    for stored in index.pieces("w"):
+        raw = (path / stored.file_name).read_bytes()[stored.byte_offset :]
+        assert set(np.frombuffer(raw, np.float32).tolist()) == {float(index.manifest.step or 0)}
+    return index.manifest.step
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_ranks_save_one_checkpoint(tmp_path: Path, world_size: int) -> None:
+    target = tmp_path / "new" / "parents" / "step"
+    manifests = run_ranks(world_size, lambda ranks: save(ranks, target))
+    assert manifests == [read_manifest(target)] * world_size
+    assert names(target) == sorted([*(rank_file_name(rank) for rank in range(world_size)), "manifest.json"])
+    assert names(target.parent) == ["step"]
+    assert step_of(target) == 7
+    index: CheckpointIndex = read_index(target)
+    assert sum(stored.piece.numel for stored in index.pieces("w")) == 2 * world_size
+
+
+def test_an_empty_directory_or_a_link_to_one_may_be_the_target(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert isinstance(run_ranks(2, lambda ranks: save(ranks, tmp_path / "link"))[1], Manifest)
+    assert step_of(tmp_path / "empty") == 7
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        run_ranks(1, lambda ranks: save(ranks, tmp_path / "step"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "step").stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "step").iterdir()} == {0o640}
+
+
+def test_extra_files_are_made_by_rank_0_before_the_manifest(tmp_path: Path) -> None:
+    def add(staging: Path, records: Sequence[FileRecord]) -> None:
+        assert [record.name for record in records] == [rank_file_name(0), rank_file_name(1)]
+        assert not (staging / "manifest.json").exists()
+        (staging / PADDLE_METADATA_NAME).write_bytes(b"x")
+
+    run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", before_manifest=add))
+    assert names(tmp_path / "step") == ["0.metadata", "0_0.safetensors", "1_0.safetensors", "manifest.json"]
+
+
+def test_different_paths_are_refused_and_both_are_shown(tmp_path: Path) -> None:
+    results = run_ranks(3, lambda ranks: save(ranks, tmp_path / f"step{ranks.rank // 2}"))
+    for result in results:
+        assert isinstance(result, RankFailedError)
+        assert f"rank 0 '{tmp_path / 'step0'}' and rank 2 '{tmp_path / 'step1'}'" in str(result)
+    assert names(tmp_path) == []
+
+
+def test_ranks_that_share_no_file_system_are_recognised(tmp_path: Path) -> None:
+    class Elsewhere(ThreadRendezvous):
+        """Sees, under the path that rank 0 made, a directory of another machine."""
+
+        def get(self, key: str, timeout_seconds: float) -> bytes:
+            return super().get(key, timeout_seconds).replace(b"/here/", b"/there/")
+
+    def work(ranks: ThreadRendezvous) -> Manifest:
+        if ranks.rank == 2:
+            ranks = Elsewhere(ranks.rank, ranks.world_size, ranks._store, ranks._changed)
+        return save(ranks, tmp_path / "here" / "step")
+
+    results = run_ranks(3, work)
+    for result in results:
+        assert isinstance(result, RankFailedError)
+        assert re.search(r"rank 2 failed: it doesn't see what rank 0 made.*share no file system", str(result))
+    assert names(tmp_path / "here") == []
+
+
+@pytest.mark.parametrize(
+    ("make", "overwrite", "message"),
+    [
+        (lambda target: write_checkpoint(target, [[]]), False, "holds a checkpoint already.*another path, or pass overwrite=True"),
+        (lambda target: (target.mkdir(), (target / "thesis.tex").write_text("x")), False, "not empty.*no checkpoint.*another path"),
+        (lambda target: (target.mkdir(), (target / "thesis.tex").write_text("x")), True, "not empty.*never replaced.*another path"),
+        (lambda target: target.write_text("x"), True, "is no directory.*another path"),
+        (lambda target: target.symlink_to("nowhere"), False, None),
+    ],
+)
+def test_a_target_that_may_not_be_replaced_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], overwrite: bool, message: str | None
+) -> None:
+    make(tmp_path / "step")
+    before = names(tmp_path)
+    results = run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", overwrite=overwrite))
+    if message is None:
+        assert step_of(tmp_path / "step") == 7
+        return
+    assert type(results[0]) is TargetExistsError
+    assert type(results[1]) is RankFailedError
+    for result in results:
+        assert re.search(f"{tmp_path / 'step'}.*{message}", str(result))
+    assert names(tmp_path) == before
+
+
+def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    run_ranks(4, lambda ranks: save(ranks, tmp_path / "step", step=1))
+    run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", step=2, overwrite=True))
+    assert names(tmp_path) == ["step"]
+    assert names(tmp_path / "step") == ["0_0.safetensors", "1_0.safetensors", "manifest.json"]
+    assert step_of(tmp_path / "step") == 2
+
+
+def test_only_this_targets_left_overs_are_cleared(tmp_path: Path) -> None:
+    mine = [staging_name("step", NONCE), staging_name("step", NONCE[::-1])]
+    others = [staging_name("step2", NONCE), replaced_name("step2", NONCE), ".step.staging-mine", "step.staging-" + NONCE]
+    for name in [*mine, *others]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0_0.safetensors").write_text("x")
+    run_ranks(1, lambda ranks: save(ranks, tmp_path / "step"))
+    assert names(tmp_path) == sorted([*others, "step"])
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), MismatchError("odd")])
+def test_one_failing_rank_fails_all_and_leaves_nothing(tmp_path: Path, failing: int, error: Exception) -> None:
+    def work(ranks: ThreadRendezvous) -> Manifest:
+        def fail(staging: Path) -> FileRecord:
+            (staging / "half").write_text("x")
+            raise error
+
+        return save(ranks, tmp_path / "step", **({"write_files": fail} if ranks.rank == failing else {}))
+
+    results = run_ranks(3, work)
+    own = results.pop(failing)
+    assert own is error or own.__cause__ is error
+    for result in results:
+        assert type(result) is RankFailedError
+        assert f"rank {failing} failed: " in str(result) and str(error) in str(result)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_killed_rank_fails_all_within_the_time_out(tmp_path: Path, silent: int) -> None:
+    class Killed(BaseException):
+        pass
+
+    def work(ranks: ThreadRendezvous) -> Manifest:
+        def vanish(key: str, value: bytes) -> None:
+            raise Killed
+
+        def die(staging: Path) -> FileRecord:
+            ranks.put = vanish  # type: ignore[method-assign]
+            raise Killed
+
+        options: dict[str, Any] = {"write_files": die} if ranks.rank == silent else {}
+        return save(ranks, tmp_path / "step", timeout_seconds=0.5, **options)
+
+    results = run_ranks(3, work)
+    assert isinstance(results.pop(silent), Killed)
+    for result in results:
+        assert type(result) is RankFailedError
+        assert f"rank {silent}" in str(result) and "killed" in str(result)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"build_manifest": lambda records: 1 // 0}, "ZeroDivisionError"),
+        ({"build_manifest": lambda records: make_manifest(records[:1])}, "other files or ranks"),
+        ({"before_manifest": lambda staging, records: (staging / "no" / "such").write_text("x")}, "FileNotFoundError"),
+        ({"before_manifest": lambda staging, records: (staging / ".nonce").unlink()}, "FileNotFoundError"),
+        ({"write_files": lambda staging: write_rank_file(staging / f"{id(object())}_0.safetensors", [])}, "must write '1_0.safetensors'"),
+        ({"write_files": lambda staging: FileRecord("1_0.safetensors", 5, 0)}, r"rank 0 failed: FileNotFoundError|must write '0_0"),
+    ],
+)
+def test_a_caller_that_does_something_else_than_promised_fails_all(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    results = run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", **options))
+    for result in results:
+        assert type(result) is RankFailedError
+        assert re.search(message, str(result))
+    assert names(tmp_path) == []
+
+
+def test_a_file_that_arrived_shorter_than_it_was_written_is_noticed(tmp_path: Path) -> None:
+    def work(ranks: ThreadRendezvous) -> Manifest:
+        def shorten(staging: Path) -> FileRecord:
+            record = write_files(ranks)(staging)
+            os.truncate(staging / record.name, record.size - 1)
+            return record
+
+        return save(ranks, tmp_path / "step", write_files=shorten)
+
+    for result in run_ranks(2, work):
+        assert re.search(r"0_0.safetensors' has \d+ bytes, and its rank wrote", str(result))
+    assert names(tmp_path) == []
+
+
+def test_extra_state_that_json_cannot_hold_fails_all(tmp_path: Path) -> None:
+    def build(records: Sequence[FileRecord]) -> Manifest:
+        return Manifest(1, len(records), make_manifest(records).created, {}, None, {"betas": (0.9, 0.95)}, tuple(records))
+
+    for result in run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", build_manifest=build)):
+        assert "extra_state['betas'] is a tuple" in str(result)
+    assert names(tmp_path) == []
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+OPERATIONS = ["mkdir", "rename", "fsync", "unlink", "rmdir", "writev", "close"]
+
+
+class Faults:
+    """Makes one of the file system operations fail, counted from 0; where ``lasting``, all after it as well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException, lasting: bool) -> None:
+        self.count = 0
+        self.armed = True
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._wrap(getattr(os, name), nth, error, lasting))
+
+    def _wrap(self, real: Callable[..., Any], nth: int, error: BaseException, lasting: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.armed:
+                self.count += 1
+                if self.count == nth + 1 or (lasting and self.count > nth):
+                    raise error
+            return real(*args, **kwargs)
+
+        return call
+
+
+def solo(**options: Any) -> Any:
+    """Save from one rank; return the manifest, or the exception."""
+    return run_ranks(1, lambda ranks: save(ranks, **options))[0]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_killed_at_any_operation_the_old_or_the_new_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+) -> None:
+    seen = set()
+    for nth in range(200):
+        target = tmp_path / str(nth) / "step"
+        if existing:
+            solo(path=target, step=1)
+        with monkeypatch.context() as patch:
+            faults = Faults(patch, nth, Killed(), lasting=True)
+            result = solo(path=target, step=2, overwrite=True)
+            faults.armed = False
+        try:
+            state = step_of(target)
+        except IncompleteCheckpointError as error:
+            aside = existing and "mv '" in str(error)
+            assert aside or not existing
+            state = None
+            if aside:
+                assert heal_target(target)
+                state = step_of(target)
+                assert state == 1
+        assert state in ((1, 2) if existing else (None, 2))
+        seen.add(state)
+        assert isinstance(solo(path=target, step=3, overwrite=True), Manifest)
+        assert step_of(target) == 3
+        assert names(target.parent) == ["step"], "the next save clears what the dead one left"
+        if isinstance(result, Manifest):
+            break
+    else:
+        pytest.fail("a save has fewer operations than that")
+    assert seen == ({1, 2} if existing else {None, 2})
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+) -> None:
+    for nth in range(200):
+        target = tmp_path / str(nth) / "step"
+        if existing:
+            solo(path=target, step=1)
+        else:
+            target.parent.mkdir()
+        with monkeypatch.context() as patch:
+            faults = Faults(patch, nth, OSError(errno.EIO, "Input/output error"), lasting=False)
+            result = solo(path=target, step=2, overwrite=True)
+            faults.armed = False
+        if isinstance(result, Manifest):
+            assert step_of(target) == 2
+        else:
+            assert isinstance(result, RankFailedError)
+            assert "Input/output error" in str(result)
+            if existing:
+                assert step_of(target) in (1, 2)
+            elif target.exists():
+                assert step_of(target) == 2
+        if faults.count <= nth:
+            break
+    else:
+        pytest.fail("a save has fewer operations than that")
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "step"
+    solo(path=target, step=1)
+    real = os.unlink
+
+    def keep(path: Any, **options: Any) -> None:
+        if os.path.basename(path) == "manifest.json":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", keep)
+        assert isinstance(solo(path=target, step=2, overwrite=True), Manifest)
+    assert step_of(target) == 2
+    assert isinstance(solo(path=target, step=3, overwrite=True), Manifest)
+    assert names(tmp_path) == ["step"]
+
+
+def test_healing_gives_only_a_whole_checkpoint_its_name_back(tmp_path: Path) -> None:
+    target = tmp_path / "step"
+    half = tmp_path / replaced_name("step", NONCE)
+    half.mkdir()
+    assert not heal_target(target)
+    assert not heal_target(tmp_path / "no" / "parent")
+    write_checkpoint(tmp_path / "whole", [[]]).rename(tmp_path / replaced_name("step", NONCE[::-1]))
+    assert heal_target(target)
+    assert read_manifest(target).step == 7
+    assert not heal_target(target)
+    assert json.loads((target / "manifest.json").read_text())["world_size"] == 1

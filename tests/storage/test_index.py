@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import cut, write_checkpoint
+
+from paddle_fsdp_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
+from paddle_fsdp_ckpt.layout import Range
+from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
+from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES
+from paddle_fsdp_ckpt.storage.index import read_index, read_manifest
+
+WHOLE = np.arange(24, dtype=np.float32).reshape(4, 6)
+NONCE = "0123456789abcdef"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Two ranks: a weight cut in two, a scalar on both, an int64 on the second only."""
+    beta = np.array(0.9, np.float64)
+    return write_checkpoint(
+        tmp_path / "step",
+        [
+            [cut("w", WHOLE, flat=(0, 13)), cut("beta", beta)],
+            [cut("w", WHOLE, flat=(13, 24)), cut("beta", beta), cut("count", np.array([5], np.int64))],
+        ],
+    )
+
+
+def test_an_index_says_where_each_piece_lies(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    assert index.keys() == {"w", "beta", "count"}
+    assert len(index) == 3 and "w" in index and "v" not in index
+    assert (index.dtypes["w"], index.global_shape("w"), index.global_shape("beta")) == ("float32", (4, 6), ())
+    assert [stored.piece.flat_range for stored in index.pieces("w")] == [Range(0, 13), Range(13, 24)]
+    assert [stored.piece.flat_range for stored in index.pieces("beta")] == [None, None]
+    for stored in index.pieces("w"):
+        raw = (checkpoint / stored.file_name).read_bytes()[stored.byte_offset :][: stored.piece.numel * 4]
+        expected = WHOLE.reshape(-1)[stored.piece.box_range.start : stored.piece.box_range.stop]
+        np.testing.assert_array_equal(np.frombuffer(raw, np.float32), expected)
+    assert read_manifest(checkpoint) == index.manifest
+
+
+def test_collecting_garbage_goes_on_after_an_error(tmp_path: Path, checkpoint: Path) -> None:
+    import gc
+
+    os.unlink(checkpoint / "1_0.safetensors")
+    with pytest.raises(IncompleteCheckpointError):
+        read_index(checkpoint)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "there is no checkpoint"),
+        (lambda path: path.write_text("x"), "is a file"),
+        (lambda path: path.mkdir(), "empty directory"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{}")), "is not a checkpoint.*It holds config.json"),
+        (lambda path: (path.mkdir(), (path / "0.metadata").write_bytes(b"")), "stock Paddle.*load_state_dict"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    make(tmp_path / "c")
+    for read in (read_manifest, read_index):
+        with pytest.raises(IncompleteCheckpointError, match=f"{re.escape(str(tmp_path / 'c'))}.*{message}|{message}.*c'"):
+            read(tmp_path / "c")
+
+
+def test_a_staging_directory_is_never_taken_for_a_checkpoint(checkpoint: Path) -> None:
+    staging = checkpoint.rename(checkpoint.with_name(staging_name("step", NONCE)))
+    with pytest.raises(IncompleteCheckpointError, match="unfinished save to 'step'"):
+        read_manifest(staging)
+    with pytest.raises(IncompleteCheckpointError, match="there is no checkpoint.*unfinished save to 'step'"):
+        read_manifest(checkpoint)
+
+
+def test_a_checkpoint_renamed_aside_is_found_and_said_how_to_get_back(checkpoint: Path) -> None:
+    aside = checkpoint.rename(checkpoint.with_name(replaced_name("step", NONCE)))
+    for path in (checkpoint, aside):
+        with pytest.raises(IncompleteCheckpointError, match=re.escape(f"mv '{aside}' '{checkpoint}'")):
+            read_manifest(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not json", '{"format_version": 1}'])
+def test_a_malformed_manifest_is_named(checkpoint: Path, text: str) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json' is malformed"):
+        read_index(checkpoint)
+
+
+def test_a_manifest_that_is_no_text_is_named(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_bytes(b"\xff\x00")
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json' is malformed"):
+        read_index(checkpoint)
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict[str, list[dict[str, object]]]], object]) -> None:
+    fields = json.loads((checkpoint / "manifest.json").read_text())
+    change(fields)
+    (checkpoint / "manifest.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("name", ["../1_0.safetensors", "/etc/hostname", "..", "1_0.safetensors/"])
+def test_a_path_as_file_name_is_never_opened(checkpoint: Path, name: str) -> None:
+    edit_manifest(checkpoint, lambda fields: fields["files"][1].update(name=name))
+    with pytest.raises(UnsafeCheckpointError, match=re.escape(name)):
+        read_index(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["1_0.safetensors", "manifest.json"])
+def test_a_link_out_of_the_directory_is_never_opened(checkpoint: Path, name: str) -> None:
+    moved = (checkpoint / name).rename(checkpoint.parent / "elsewhere")
+    (checkpoint / name).symlink_to(moved)
+    with pytest.raises(UnsafeCheckpointError, match=f"{name}' leads out of its directory"):
+        read_index(checkpoint)
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to("../elsewhere")
+    with pytest.raises(UnsafeCheckpointError, match=f"{name}' leads out of its directory"):
+        read_index(checkpoint)
+
+
+def test_the_directory_itself_may_be_a_link(checkpoint: Path) -> None:
+    link = checkpoint.with_name("latest")
+    link.symlink_to(checkpoint)
+    assert len(read_index(link)) == 3
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(checkpoint: Path) -> None:
+    (checkpoint / "0_0.safetensors").unlink()
+    os.mkfifo(checkpoint / "0_0.safetensors")
+    with pytest.raises(UnsafeCheckpointError, match="0_0.safetensors' is not a regular file"):
+        read_index(checkpoint)
+
+
+def test_a_missing_file_is_named(checkpoint: Path) -> None:
+    (checkpoint / "1_0.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="lacks the file 1_0.safetensors"):
+        read_index(checkpoint)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 100, -1])
+def test_a_truncated_file_is_named(checkpoint: Path, size: int) -> None:
+    path = checkpoint / "1_0.safetensors"
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    with pytest.raises(CorruptCheckpointError, match="1_0.safetensors' has .* bytes, and the manifest says"):
+        read_index(checkpoint)
+    edit_manifest(checkpoint, lambda fields: fields["files"][1].update(size=path.stat().st_size))
+    with pytest.raises(CorruptCheckpointError, match="1_0.safetensors'"):
+        read_index(checkpoint)
+
+
+def test_a_giant_header_length_is_refused(checkpoint: Path) -> None:
+    with open(checkpoint / "0_0.safetensors", "r+b") as file:
+        file.write((1 << 60).to_bytes(LENGTH_NBYTES, "little"))
+    with pytest.raises(UnsafeCheckpointError, match="0_0.safetensors' asks for a header"):
+        read_index(checkpoint)
+
+
+def test_another_number_of_pieces_than_the_manifest_says_is_refused(checkpoint: Path) -> None:
+    edit_manifest(checkpoint, lambda fields: fields["files"][1].update(pieces=2))
+    with pytest.raises(CorruptCheckpointError, match="1_0.safetensors' holds 3 pieces, and the manifest says 2"):
+        read_index(checkpoint)
+
+
+@pytest.mark.parametrize("other", [WHOLE.T, WHOLE.view(np.int32)])
+def test_files_that_disagree_about_a_tensor_are_refused(tmp_path: Path, other: np.ndarray) -> None:
+    path = write_checkpoint(tmp_path / "step", [[cut("w", WHOLE, flat=(0, 13))], [cut("w", other, flat=(13, 24))]])
+    with pytest.raises(CorruptCheckpointError, match=r"key 'w': 0_0.safetensors has float32 \[4, 6\], and 1_0.safetensors has"):
+        read_index(path)
