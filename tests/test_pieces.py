@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_overlaps_are_exactly_the_elements_that_both_pieces_hold(pair: tuple[Pie
         part[:] = source_values[run.source_start : run.source_start + run.numel]
     expected = np.where(np.isin(target_values, source_values), target_values, -1)
     np.testing.assert_array_equal(read, expected)
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in itertools.pairwise(runs):
         assert after.source_start >= before.source_start + before.numel and after.target_start >= before.target_start + before.numel
         joined = Overlap(before.source_start + before.numel, before.target_start + before.numel, after.numel)
         assert after != joined, "neighbouring runs are one run"

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m paddle_fsdp_ckpt.demo",
-        description="Train a small Qwen3-shaped decoder on 2 ranks, save in the middle, resume in fresh processes on 2, 1 and 3 ranks, and compare.",
+        description="Train a small decoder on 2 ranks, save in the middle, resume in fresh processes on 2, 1 and 3 ranks, and compare.",
     )
     parser.add_argument("--steps", type=int, default=24, help="steps to train (default: %(default)s)")
     parser.add_argument("--save-at", type=int, help="step after which to save (default: half of the steps)")

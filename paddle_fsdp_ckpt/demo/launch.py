@@ -48,11 +48,11 @@ def _follow(job: Job, processes: list[subprocess.Popen[bytes]], reader: EventRea
             on_event(event)
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            raise JobFailedError("\n".join(f"rank {rank} ended with status {codes[rank]}:\n{_log_end(job.log(rank))}" for rank in failed))
+            raise JobFailedError("\n".join(f"{job.title}: rank {rank} ended with status {codes[rank]}:\n{_log_end(job.log(rank))}" for rank in failed))
         if all(code == 0 for code in codes):
             return
         if time.monotonic() - heard > _SILENCE_SECONDS:
-            raise JobFailedError(f"nothing happened for {_SILENCE_SECONDS:.0f} s; rank 0 said last:\n{_log_end(job.log(0))}")
+            raise JobFailedError(f"{job.title}: nothing happened for {_SILENCE_SECONDS:.0f} s; rank 0 said last:\n{_log_end(job.log(0))}")
         time.sleep(_POLL_SECONDS)
 
 

@@ -111,10 +111,11 @@ class Attention(nn.Layer):
 
         group = self.heads // self.key_value_heads
         key, value = key.repeat_interleave(group, axis=1), value.repeat_interleave(group, axis=1)
-        scores = paddle.matmul(query, key, transpose_y=True) * self.head_dim**-0.5
+        scores = query @ key.transpose([0, 1, 3, 2]) * self.head_dim**-0.5
         future = paddle.triu(paddle.full([length, length], float("-inf")), diagonal=1)
-        mixed = paddle.matmul(F.softmax(scores + future, axis=-1), value)
-        return self.o_proj(mixed.transpose([0, 2, 1, 3]).reshape([batch, length, self.heads * self.head_dim]))
+        mixed = F.softmax(scores + future, axis=-1) @ value
+        output: Tensor = self.o_proj(mixed.transpose([0, 2, 1, 3]).reshape([batch, length, self.heads * self.head_dim]))
+        return output
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         batch, length, _ = x.shape
@@ -132,7 +133,8 @@ class SwiGLU(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to each token."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
 
 
 def route(scores: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
@@ -181,8 +183,9 @@ class DecoderLayer(nn.Layer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply the layer to ``[batch, length, hidden]``."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        between: Tensor = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        output: Tensor = between + self.mlp(self.post_attention_layernorm(between))
+        return output
 
 
 class Decoder(nn.Layer):
@@ -198,10 +201,11 @@ class Decoder(nn.Layer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return ``[batch, length, hidden]`` for ``[batch, length]`` tokens."""
         cos, sin = rotary_tables(tokens.shape[1], self.head_dim, self.rope_theta)
-        x = self.embed_tokens(tokens)
+        x: Tensor = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
+        x = self.norm(x)
+        return x
 
 
 class Head(nn.Layer):
@@ -215,7 +219,8 @@ class Head(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., vocab]`` scores for ``[..., hidden]``."""
-        return paddle.matmul(x, self.weight, transpose_y=True)
+        scores: Tensor = x @ self.weight.T
+        return scores
 
 
 class CausalLM(nn.Layer):
@@ -228,4 +233,5 @@ class CausalLM(nn.Layer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return ``[batch, length, vocab]`` scores for ``[batch, length]`` tokens."""
-        return self.lm_head(self.model(tokens))
+        scores: Tensor = self.lm_head(self.model(tokens))
+        return scores

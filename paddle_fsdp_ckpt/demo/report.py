@@ -12,7 +12,7 @@ from .state import Array, identical, largest_difference, read_whole
 LOSS_TOLERANCE = 1e-3
 """How far a loss may be off at another number of ranks, where sums run in another order; a state that got lost shows as more."""
 
-_COLUMN = 15
+_COLUMN = 16
 _SHOWN_STEPS = 30
 
 
@@ -77,7 +77,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if self.bitwise:
-            return f"on {self.job.ranks}: bit for bit. Every loss, parameter and optimizer state has the same bits as without the interruption."
+            return f"on {self.job.ranks}: bit for bit. Each loss, parameter and optimizer state has the bits of the uninterrupted run."
         why = "which must not be" if self.same_ranks else "as the ranks' sums run in another order" if self.good else "which is too far"
         return (
             f"on {self.job.ranks}: not bit for bit, {why}. "
@@ -111,11 +111,11 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     reference = outcomes[0].job
     save_at = reference.save_at or 0
     stride = math.ceil(reference.steps / _SHOWN_STEPS)
-    yield "step" + "".join(f"{outcome.job.title:>{_COLUMN + 2}}" for outcome in outcomes)
+    yield "step" + "".join(f"{outcome.job.title:>{_COLUMN}}" for outcome in outcomes)
     for step in range(1, reference.steps + 1):
         if step % stride and step not in (1, save_at, save_at + 1):
             continue
         cells = (f"{outcome.losses[step]:.9f}" if step in outcome.losses else "" for outcome in outcomes)
-        yield f"{step:4}" + "".join(f"{cell:>{_COLUMN + 2}}" for cell in cells)
+        yield (f"{step:4}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)).rstrip()
         if step == save_at:
             yield f"---- saved here; what stands below in columns 2 to {len(outcomes)} was trained by fresh processes"

@@ -101,7 +101,7 @@ def _mean_over_ranks(value: paddle.Tensor) -> float:
     total = value.detach().clone()
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
-    return float(total.item()) / dist.get_world_size()
+    return float(total.numpy().item()) / dist.get_world_size()
 
 
 def save_checkpoint(training: Training, path: str, step: int) -> None:
@@ -165,7 +165,7 @@ def _parts(state: dict[str, Any]) -> dict[str, Part]:
 
 def _connect() -> None:
     """Join the other ranks; a single rank trains without ``paddle.distributed``."""
-    paddle.set_device("cpu")
+    paddle.device.set_device("cpu")
     if "PADDLE_TRAINERS_NUM" not in os.environ:
         return
     if os.environ["PADDLE_TRAINER_ID"] != "0":

@@ -31,7 +31,7 @@ class _SavedWeight:
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """Any other saved tensor, and how often it had been changed in place."""
+    """Any other saved tensor, without its place in the graph, and how often it had been changed in place."""
 
     tensor: paddle.Tensor
     inplace_version: int
@@ -80,7 +80,8 @@ class SavedWeights:
         for buffer, (start, stop) in self._gathered.items():
             if start <= address < stop:
                 return _SavedWeight(buffer, buffer.unit.generation)
-        return _SavedTensor(tensor, tensor.inplace_version)
+        # With its place in the graph, the graph would hold the tensor and the tensor the graph, for ever.
+        return _SavedTensor(tensor.detach(), tensor.inplace_version)
 
     def _unpack(self, saved: _SavedWeight | _SavedTensor) -> paddle.Tensor:
         # Paddle moves the memory out of the tensor that is returned, so it must be one that nobody else holds. Offset, shape

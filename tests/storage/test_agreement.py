@@ -76,7 +76,7 @@ def test_a_decision_that_fails_fails_everywhere() -> None:
 
 
 def test_the_decision_is_not_asked_for_where_a_part_failed() -> None:
-    asked = []
+    asked: list[object] = []
 
     def work(ranks: ThreadRendezvous) -> None:
         exchange(ranks, "t", lambda: 1 // ranks.rank, asked.append, LONG)

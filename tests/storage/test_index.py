@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -48,8 +49,6 @@ def test_an_index_says_where_each_piece_lies(checkpoint: Path) -> None:
 
 
 def test_collecting_garbage_goes_on_after_an_error(tmp_path: Path, checkpoint: Path) -> None:
-    import gc
-
     os.unlink(checkpoint / "1_0.safetensors")
     with pytest.raises(IncompleteCheckpointError):
         read_index(checkpoint)

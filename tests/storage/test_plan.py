@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ def index(tmp_path: Path) -> CheckpointIndex:
     )
 
 
-def message(index: CheckpointIndex, targets: Sequence[Piece], expected: Sequence[str]) -> str:
+def message(index: CheckpointIndex, targets: Sequence[Piece], expected: Collection[str]) -> str:
     with pytest.raises(MismatchError) as caught:
         plan_read(index, targets, expected).problems.raise_if_any()
     return str(caught.value)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import tempfile
@@ -56,8 +57,8 @@ def cuts(draw: st.DrawFn, whole: np.ndarray) -> list[tuple[tuple[int, ...], tupl
     axis = draw(st.integers(0, whole.ndim - 1)) if whole.ndim else 0
     size = whole.shape[axis] if whole.ndim else 1
     edges = [0, *sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=2))), size] if size > 1 else [0, size]
-    pieces = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int] | None]] = []
+    for start, stop in itertools.pairwise(edges):
         offset = tuple(start if i == axis else 0 for i in range(whole.ndim))
         local = tuple(stop - start if i == axis else n for i, n in enumerate(whole.shape))
         numel = math.prod(local)
@@ -65,24 +66,26 @@ def cuts(draw: st.DrawFn, whole: np.ndarray) -> list[tuple[tuple[int, ...], tupl
         if len(flat_edges) == 2 and draw(st.booleans()):
             pieces.append((offset, local, None))
         else:
-            pieces += [(offset, local, flat) for flat in zip(flat_edges, flat_edges[1:], strict=False)]
+            pieces += [(offset, local, flat) for flat in itertools.pairwise(flat_edges)]
     return pieces
 
 
 @st.composite
 def saves(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[list[Held]], list[Piece]]:
     """Draw arrays, how two to four ranks save them (some pieces twice), and how one rank wants to have them."""
-    arrays, files, targets = {}, [[] for _ in range(draw(st.integers(2, 4)))], []
+    arrays: dict[str, np.ndarray] = {}
+    files: list[list[Held]] = [[] for _ in range(draw(st.integers(2, 4)))]
+    targets: list[Piece] = []
     for number in range(draw(st.integers(1, 4))):
         key = f"k{number}"
         shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
         dtype = draw(st.sampled_from(["float32", "float64", "int16", "uint8"]))
         arrays[key] = whole = (np.arange(math.prod(shape)) + 7 * number).astype(dtype).reshape(shape)
-        free = {}
+        homes: dict[Piece, set[int]] = {}
         for offset, local, flat in draw(cuts(whole)):
             piece = cut(key, whole, flat, offset, local)
             for _ in range(draw(st.integers(1, 2))):
-                used = free.setdefault(piece[0], set())
+                used = homes.setdefault(piece[0], set())
                 # One piece of a key a file: what finds no file of its own joins none.
                 possible = [i for i, file in enumerate(files) if i not in used and all(held.key != key for held, _ in file)]
                 if possible:
@@ -158,11 +161,16 @@ def test_large_copies_are_compared_in_chunks_to_the_last_byte(tmp_path: Path) ->
 
 def test_4000_tiny_targets_cost_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = np.arange(16_000, dtype=np.float32)
-    pieces = [(Piece(f"k{i}", "float32", (4,), (0,), (4,)), memoryview(flat[4 * i : 4 * i + 4]).cast("B")) for i in range(4000)]
+    pieces = [(Piece(f"k{i}", "float32", (4,), (0,), (4,)), flat[4 * i : 4 * i + 4].data.cast("B")) for i in range(4000)]
     path = write_checkpoint(tmp_path / "step", [pieces])
     calls: list[int] = []
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: (calls.append(1), real(*args))[1])
+
+    def count(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", count)
     # Every second one, in another order: the gaps are read over.
     read = load(path, [piece for piece, _ in pieces[::-2]])
     np.testing.assert_array_equal(np.concatenate(read[::-1]), flat.reshape(-1, 2, 4)[:, 1].reshape(-1))
