@@ -72,7 +72,7 @@ def die_on(dying: int) -> str:
 
 
 def leave_thread() -> None:
-    threading.Thread(target=time.sleep, args=(4,), name="straggler").start()
+    threading.Thread(target=time.sleep, args=(2,), name="straggler").start()
 
 
 def return_lambda() -> object:

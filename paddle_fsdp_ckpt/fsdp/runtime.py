@@ -104,6 +104,11 @@ class Runtime:
         self.raise_failure()
         if self._showing_local:
             raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
+        if self._running_forwards == 0:
+            # What is still gathered may be older than the shards: others, such as stock load_state_dict, write to those too.
+            for unit in self.units:
+                if unit.is_gathered:
+                    self._let_go(unit)
         self._running_forwards += 1
         SAVED_WEIGHTS.enter(self)
         for unit in units:

@@ -2,15 +2,31 @@
 
 from .binding import bind_optimizer, binding_of, check_optimizer, optimizer_shards, parameter_groups
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of
+from .registry import (
+    OptimizerState,
+    create_states,
+    drop_states,
+    init_optimizer_state,
+    optimizer_states,
+    state_suffixes,
+    states_restored_on_error,
+)
 
 __all__ = [
     "CATALOG",
     "OptimizerEntry",
+    "OptimizerState",
     "StateKind",
     "bind_optimizer",
     "binding_of",
     "check_optimizer",
+    "create_states",
+    "drop_states",
     "entry_of",
+    "init_optimizer_state",
     "optimizer_shards",
+    "optimizer_states",
     "parameter_groups",
+    "state_suffixes",
+    "states_restored_on_error",
 ]

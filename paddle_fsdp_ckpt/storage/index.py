@@ -116,10 +116,17 @@ def read_index(path: Path) -> CheckpointIndex:
     """
     manifest = read_manifest(path)
     with _without_garbage_collection():
-        return _index_files(path, manifest)
+        return read_headers(path, manifest)
 
 
-def _index_files(path: Path, manifest: Manifest) -> CheckpointIndex:
+def read_headers(path: Path, manifest: Manifest) -> CheckpointIndex:
+    """Read the headers of the files that a manifest names, in ``path``, and check them against it.
+
+    Raises:
+        IncompleteCheckpointError: a file is missing.
+        CorruptCheckpointError: a header is malformed, or doesn't agree with the manifest or the files.
+        UnsafeCheckpointError: a link that leads out of the directory, something that is no file, or an oversized header.
+    """
     dtypes: dict[str, str] = {}
     stored: dict[str, list[Stored]] = {}
     for file_number, record in enumerate(manifest.files):

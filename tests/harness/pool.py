@@ -34,7 +34,7 @@ _FOREIGN_VARIABLES = ("PADDLE_", "MASTER_", "FLAGS_selected", "RANK", "WORLD_SIZ
 _WORKER = f"{__package__}.worker"
 
 
-class RanksFailed(AssertionError):  # noqa: N818 - reads as the verdict of a test
+class RanksFailed(AssertionError):
     """At least one rank raised, died or gave no answer in time; the message holds every rank's traceback, stack and log."""
 
 
@@ -89,9 +89,7 @@ class RankPool:
             raise RanksFailed(self._report(function, "failed", dict(enumerate(outcomes))))
         return [outcome.value for outcome in outcomes]
 
-    def errors(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, grace: float = GRACE_SECONDS
-    ) -> list[RankError]:
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, grace: float = GRACE_SECONDS) -> list[RankError]:
         """Call a function that must raise on every rank, and return what each raised.
 
         Raises:
@@ -160,9 +158,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _make_ready(self) -> None:
@@ -204,9 +200,7 @@ class RankPool:
             self.close()
             raise RanksFailed(text)
 
-    def _send_and_wait(
-        self, message: Job | str, timeout: float, grace: float, may_die: Sequence[int]
-    ) -> dict[int, Outcome]:
+    def _send_and_wait(self, message: Job | str, timeout: float, grace: float, may_die: Sequence[int]) -> dict[int, Outcome]:
         for worker in self._workers:
             with contextlib.suppress(OSError):  # it is dead; _wait will see that
                 worker.connection.send(message)

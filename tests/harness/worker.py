@@ -31,7 +31,7 @@ from . import rank as rank_module
 from .messages import CHECK, Job, Outcome, RankError
 
 _STORE_PATIENCE_SECONDS = 60.0
-_THREAD_PATIENCE_SECONDS = 2.0
+_THREAD_PATIENCE_SECONDS = 1.0
 _LONGEST_LOCAL = 300
 
 
@@ -105,7 +105,7 @@ def _run(job: Job) -> Outcome:
         sys.path[:] = [*job.import_path, *(entry for entry in sys.path if entry not in job.import_path)]
         function: Any = functools.reduce(getattr, job.function.split("."), importlib.import_module(job.module))
         return Outcome(value=function(*pickle.loads(job.args)))
-    except BaseException as error:  # SystemExit and pytest's outcomes too: each must reach the test
+    except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes too: each must reach the test
         return Outcome(error=_describe(error))
 
 
@@ -130,14 +130,14 @@ def _check(rank: int, world_size: int) -> Outcome:
             if number.tolist() != expected:
                 raise RuntimeError(f"ranks are out of step: {number.tolist()} is not {expected}")
         return Outcome()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, these ranks can't be used again
         return Outcome(error=_describe(error))
 
 
 def _pickled(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - pickling may raise anything
         kind = type(outcome.value).__name__
         return pickle.dumps(Outcome(error=_describe(TypeError(f"the result, of type {kind}, can't be pickled: {error}"))))
 

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Checks everything, in a virtual environment of its own: ruff, mypy, then the tests. Arguments go to pytest.
+# Exit status: 0 where all is good, 1 where something is not, 2 where the environment can't be made.
+set -u
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+make_environment
+cd "$project" || exit 2
+install --editable '.[dev]'
+
+failed=()
+check() {
+    echo
+    echo "== $*"
+    "$@" || failed+=("$1 $2")
+}
+
+check ruff check .
+check ruff format --check .
+check mypy --no-error-summary
+check python -m pytest "$@"
+
+if ((${#failed[@]})); then
+    printf 'FAILED: %s\n' "${failed[@]}" >&2
+    exit 1
+fi

@@ -1,0 +1,39 @@
+"""The memory behind Paddle tensors as bytes of this host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import paddle
+
+
+def bytes_of(tensor: paddle.Tensor) -> memoryview:
+    """Return a tensor's values as bytes, row-major: on CPU its own memory, writable; else a copy in host memory.
+
+    The tensor must outlive the view, be contiguous and not be resized.
+    """
+    # .numpy() of a view copies the whole flat buffer on CPU, and from_dlpack knows no bfloat16.
+    on_host = tensor if tensor.place.is_cpu_place() else tensor.cpu()
+    nbytes = int(on_host.size) * on_host.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    view = memoryview((ctypes.c_ubyte * nbytes).from_address(on_host.data_ptr())).cast("B")
+    if on_host is not tensor:
+        return np.frombuffer(view, np.uint8).copy().data
+    return view
+
+
+@contextmanager
+def destinations(tensors: Sequence[paddle.Tensor]) -> Iterator[list[memoryview]]:
+    """Give bytes to write the tensors' values into: on CPU their own memory, else host memory that is copied to them at the end."""
+    views = [bytes_of(tensor) for tensor in tensors]
+    yield views
+    with paddle.no_grad():
+        for tensor, view in zip(tensors, views, strict=True):
+            if not tensor.place.is_cpu_place():
+                host = paddle.empty(tensor.shape, dtype=tensor.dtype).cpu()
+                bytes_of(host)[:] = view
+                paddle.assign(host, tensor)

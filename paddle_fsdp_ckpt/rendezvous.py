@@ -1,0 +1,85 @@
+"""Where the ranks of a job meet when they save and load: the job's TCPStore, which a dead or slow rank can't block."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+
+import paddle.distributed as dist
+
+from .storage.agreement import Rendezvous
+
+_FIRST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.05
+
+
+class StoreRendezvous:
+    """A :class:`~paddle_fsdp_ckpt.storage.agreement.Rendezvous` over the TCPStore that Paddle made for the job."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        from paddle.base import core
+
+        self.rank = rank
+        self.world_size = world_size
+        self._store = core.create_or_get_global_tcp_store()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set ``key``, which is not set yet."""
+        # The counter is set second, so that whoever sees it finds the value.
+        self._store.set(key, value)
+        self._store.add(f"{key}/there", 1)
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """Return what some rank put under ``key``, as soon as it is there.
+
+        Raises:
+            TimeoutError: it was not there in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while self._store.add(f"{key}/there", 0) == 0:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"nothing under '{key}' after {timeout_seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return bytes(self._store.get(key))
+
+
+class OneRank:
+    """The rendezvous of a rank that is alone."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set ``key``."""
+        self._values[key] = value
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """Return what was put under ``key``.
+
+        Raises:
+            TimeoutError: nothing was, and nobody else could.
+        """
+        if key not in self._values:
+            raise TimeoutError(f"nothing under '{key}', and no other rank to put it there")
+        return self._values[key]
+
+
+# The store lives as long as the job, so each use of it in a job needs its own keys, the same on all ranks of a group.
+_USES: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+def open_rendezvous(group: dist.communication.group.Group | None) -> tuple[Rendezvous, str]:
+    """Return the rendezvous of a group's ranks (None: this process alone), and a token that no other use of it in the job has.
+
+    All ranks of the group must call this equally often.
+    """
+    if group is None or group.nranks == 1:
+        return OneRank(), "alone"
+    ranks = "-".join(map(str, group.ranks)) if group.id else "all"
+    return StoreRendezvous(group.rank, group.nranks), f"paddle_fsdp_ckpt/{ranks}/{next(_USES[ranks])}"

@@ -1,0 +1,83 @@
+"""State dicts of a sharded model and its optimizer, for ``paddle.distributed.save_state_dict`` and ``load_state_dict``.
+
+The values are views of the live tensors: nothing is copied or moved, and what is loaded into them is loaded into the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+from .fsdp import ParameterShard, named_buffers, named_parameters, runtime_of
+from .optim import StateKind, init_optimizer_state, optimizer_states
+
+__all__ = ["init_optimizer_state", "optimizer_sharded_state_dict", "sharded_state_dict"]
+
+
+def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
+    """Return this rank's part of a model's parameters and persistable buffers, by structured name.
+
+    Args:
+        model: sharded by ``fully_shard``; or a plain model, whose tensors are then given whole.
+
+    Returns:
+        For each parameter of which this rank keeps a piece, and each of its names: a 1-D view with ``is_flattened=True``, and
+        the piece as ``flattened_range`` of the flattened parameter; in a world of one rank, a view of the whole shape.
+        Buffers, such as BatchNorm's running mean, are replicated.
+    """
+    weights: dict[str, ShardedWeight] = {}
+    runtime = runtime_of(model)
+    if runtime is None:
+        for named in named_parameters(model):
+            weights.update({name: _replicated(name, named.parameter) for name in named.names})
+    else:
+        for shard in runtime.shards:
+            if shard.range.numel:
+                weights.update({name: _elementwise(name, shard, shard.local) for name in shard.slot.names})
+    weights.update({name: _replicated(name, buffer) for name, buffer in named_buffers(model)})
+    return weights
+
+
+def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
+    """Return this rank's part of an optimizer's states, by ``<structured name>.<state>_0``, master weights by ``<structured name>.w_0``.
+
+    An optimizer that has no state yet gets it first, as by :func:`init_optimizer_state`; parameters that never had a gradient
+    in one that has stepped have no state, and no key.
+
+    Args:
+        optimizer: bound to a sharded model.
+
+    Returns:
+        Elementwise states as parameters are in :func:`sharded_state_dict`; scalars replicated, with their exact shape.
+
+    Raises:
+        ShardingError: the optimizer is not bound.
+        UnsupportedOptimizerError: it has a state that its class is not known to have.
+    """
+    if not any(optimizer._accumulators.values()) and not optimizer._master_weights:
+        init_optimizer_state(optimizer)
+    weights: dict[str, ShardedWeight] = {}
+    for state in optimizer_states(optimizer):
+        elementwise = state.kind is StateKind.ELEMENTWISE
+        weights[state.key] = (
+            _elementwise(state.key, state.shard, state.tensor) if elementwise else _replicated(state.key, state.tensor)
+        )
+    return weights
+
+
+def _elementwise(key: str, shard: ParameterShard, piece: paddle.Tensor) -> ShardedWeight:
+    # A view of its own: stock load_state_dict reshapes what it is given, in place.
+    view = piece._slice(0, piece.shape[0])
+    shape, offset = shard.slot.shape, (0,) * len(shard.slot.shape)
+    if shard.buffer.layout.world_size == 1:
+        view.get_tensor()._set_dims(list(shape))
+        return ShardedWeight(key, view, shape, shape, offset)
+    return ShardedWeight(key, view, shape, shape, offset, True, slice(shard.range.start, shard.range.stop))
+
+
+def _replicated(key: str, tensor: paddle.Tensor) -> ShardedWeight:
+    shape = tuple(tensor.shape)
+    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))

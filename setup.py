@@ -1,0 +1,45 @@
+"""How the package is built and what it needs; tools are configured in ``pyproject.toml``."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+
+CPU = ["paddlepaddle>=3.3,<3.4"]
+
+setup(
+    name="paddle_fsdp_ckpt",
+    version=runpy.run_path(str(HERE / "paddle_fsdp_ckpt" / "version.py"))["__version__"],
+    description="Save, resume, reshard and export PaddlePaddle FullyShard training: exactly, at any number of cards, and safely",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    author="paddle_fsdp_ckpt authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    keywords="paddlepaddle fsdp fully_shard checkpoint reshard safetensors",
+    packages=find_packages(include=["paddle_fsdp_ckpt", "paddle_fsdp_ckpt.*"]),
+    package_data={"paddle_fsdp_ckpt": ["py.typed"]},
+    zip_safe=False,
+    python_requires=">=3.10,<3.13",
+    install_requires=["numpy>=1.24", "safetensors>=0.6"],
+    extras_require={
+        "cpu": CPU,
+        "cli": ["rich>=13"],
+        "dev": [*CPU, "hypothesis>=6.100", "mypy>=1.15", "pytest>=8.3", "ruff>=0.12"],
+    },
+)
