@@ -36,7 +36,7 @@ setup(
     package_data={"paddle_fsdp_ckpt": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
-    install_requires=["numpy>=1.24", "safetensors>=0.6"],
+    install_requires=["numpy>=1.24", "safetensors>=0.6.1"],
     extras_require={
         "cpu": CPU,
         "cli": ["rich>=13"],

@@ -12,13 +12,13 @@ failed=()
 check() {
     echo
     echo "== $*"
-    "$@" || failed+=("$1 $2")
+    "$@" || failed+=("$*")
 }
 
 check ruff check .
 check ruff format --check .
 check mypy --no-error-summary
-check python -m pytest "$@"
+check pytest "$@"
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "${failed[@]}" >&2

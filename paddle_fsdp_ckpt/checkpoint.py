@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from .errors import CheckpointError, IncompleteCheckpointError, MismatchError, listing
-from .fsdp import Communicator, ParameterShard, default_group, named_buffers, named_parameters, runtime_of
+from .errors import IncompleteCheckpointError, MismatchError
+from .fsdp import default_group, named_buffers, named_parameters, runtime_of
 from .host_memory import bytes_of, destinations
 from .optim import (
     binding_of,
@@ -27,7 +26,7 @@ from .optim import (
     states_restored_on_error,
 )
 from .rendezvous import open_rendezvous
-from .state_dict import optimizer_sharded_state_dict, sharded_state_dict
+from .state_dict import existing_states, sharded_state_dict, weights_to_store
 from .storage.agreement import Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.flex import piece_of, write_paddle_metadata
@@ -36,6 +35,7 @@ from .storage.index import CheckpointIndex, read_index
 from .storage.plan import ReadPlan, plan_read
 from .storage.reader import check_duplicates, execute_read
 from .storage.writer import write_rank_file
+from .version import __version__
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,8 @@ def save(
     """
     rendezvous, token = _open(model)
     check_json(extra_state, "extra_state")
-    weights = sharded_state_dict(model)
-    for one in _as_list(optimizer):
-        weights.update(optimizer_sharded_state_dict(one))
-    if runtime_of(model) is None and rendezvous.rank > 0:
-        weights = {}
-
     def write_files(directory: Path) -> FileRecord:
+        weights = weights_to_store(model, _as_list(optimizer), rendezvous.rank)
         pieces = [(piece_of(key, weight), bytes_of(weight.local_tensor)) for key, weight in weights.items()]
         return write_rank_file(directory / rank_file_name(rendezvous.rank), pieces)
 
@@ -105,7 +100,7 @@ def save(
             step=step,
             world_size=rendezvous.world_size,
             created=utc_now(),
-            versions={"paddle": paddle.__version__, "paddle_fsdp_ckpt": _own_version()},
+            versions={"paddle": paddle.__version__, "paddle_fsdp_ckpt": __version__},
             optimizers=[_describe_optimizer(one) for one in _as_list(optimizer)],
             extra_state=extra_state,
             files=tuple(files),
@@ -194,14 +189,14 @@ def _plan(path: Path, model: nn.Layer | None, optimizers: Sequence[Any]) -> _Loa
         keys, absent = _match_optimizer_state(index, one)
         expected |= keys
         without_state += absent
-        weights.update(optimizer_sharded_state_dict(one) if keys else {})
+        weights.update(existing_states(one))
     if model is None:
-        not_asked_for += [key for key in index.keys() if key in parameter_names]
+        not_asked_for += [key for key in index.stored if key in parameter_names]
     else:
         weights.update(sharded_state_dict(model))
         expected |= parameter_names | {name for name, _ in named_buffers(model)}
     if not optimizers:
-        not_asked_for += [key for key in index.keys() if key not in expected and _is_state_key(key, parameter_names)]
+        not_asked_for += [key for key in index.stored if key not in expected and _is_state_key(key, parameter_names)]
     targets = [piece_of(key, weight) for key, weight in weights.items()]
     reads = plan_read(index, targets, expected | set(not_asked_for))
     reads.problems.raise_if_any()
@@ -274,10 +269,3 @@ def _as_list(optimizer: Any) -> list[Any]:
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
-def _own_version() -> str:
-    try:
-        return version("paddle_fsdp_ckpt")
-    except PackageNotFoundError:
-        return "not installed"

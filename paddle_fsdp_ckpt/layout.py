@@ -123,9 +123,7 @@ class Layout:
     world_size: int
 
 
-def build_flat_buffer(
-    name: str, dtype: str, parameters: Sequence[tuple[Iterable[str], Sequence[int]]], world_size: int
-) -> FlatBuffer:
+def build_flat_buffer(name: str, dtype: str, parameters: Sequence[tuple[Iterable[str], Sequence[int]]], world_size: int) -> FlatBuffer:
     """Place parameters, given as (structured names, shape), end to end in one flat buffer.
 
     Slots and shards are aligned to :data:`SLOT_ALIGNMENT_BYTES`. A parameter of three or more dimensions is moved on until
@@ -148,10 +146,7 @@ def build_flat_buffer(
     while offsets is None:
         shard_numel += alignment
         offsets = _place(shapes, alignment, shard_numel, world_size)
-    slots = tuple(
-        Slot(tuple(sorted(names)), shape, offset)
-        for (names, _), shape, offset in zip(parameters, shapes, offsets, strict=True)
-    )
+    slots = tuple(Slot(tuple(sorted(names)), shape, offset) for (names, _), shape, offset in zip(parameters, shapes, offsets, strict=True))
     return FlatBuffer(name, dtype, slots, shard_numel, world_size)
 
 

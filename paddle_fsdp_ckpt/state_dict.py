@@ -5,6 +5,7 @@ The values are views of the live tensors: nothing is copied or moved, and what i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -12,7 +13,7 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .fsdp import ParameterShard, named_buffers, named_parameters, runtime_of
-from .optim import StateKind, init_optimizer_state, optimizer_states
+from .optim import OptimizerState, StateKind, init_optimizer_state, optimizer_states
 
 __all__ = ["init_optimizer_state", "optimizer_sharded_state_dict", "sharded_state_dict"]
 
@@ -57,15 +58,41 @@ def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
         ShardingError: the optimizer is not bound.
         UnsupportedOptimizerError: it has a state that its class is not known to have.
     """
+    _ensure_state(optimizer)
+    return existing_states(optimizer)
+
+
+def existing_states(optimizer: Any) -> dict[str, ShardedWeight]:
+    """Return what :func:`optimizer_sharded_state_dict` returns, of the states that there are."""
+    return {state.key: _weight(state) for state in optimizer_states(optimizer)}
+
+
+def weights_to_store(model: nn.Layer, optimizers: Sequence[Any], rank: int) -> dict[str, ShardedWeight]:
+    """Return what this rank's file holds of a model and its optimizers: every value in the file of just one rank.
+
+    Buffers, and a plain model, are stored by rank 0; a scalar state by the rank that keeps the parameter's first element.
+    """
+    weights = sharded_state_dict(model)
+    if rank > 0:
+        replicated = weights if runtime_of(model) is None else [name for name, _ in named_buffers(model)]
+        weights = {key: weight for key, weight in weights.items() if key not in replicated}
+    for optimizer in optimizers:
+        _ensure_state(optimizer)
+        for state in optimizer_states(optimizer):
+            if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
+                weights[state.key] = _weight(state)
+    return weights
+
+
+def _ensure_state(optimizer: Any) -> None:
     if not any(optimizer._accumulators.values()) and not optimizer._master_weights:
         init_optimizer_state(optimizer)
-    weights: dict[str, ShardedWeight] = {}
-    for state in optimizer_states(optimizer):
-        elementwise = state.kind is StateKind.ELEMENTWISE
-        weights[state.key] = (
-            _elementwise(state.key, state.shard, state.tensor) if elementwise else _replicated(state.key, state.tensor)
-        )
-    return weights
+
+
+def _weight(state: OptimizerState) -> ShardedWeight:
+    if state.kind is StateKind.ELEMENTWISE:
+        return _elementwise(state.key, state.shard, state.tensor)
+    return _replicated(state.key, state.tensor)
 
 
 def _elementwise(key: str, shard: ParameterShard, piece: paddle.Tensor) -> ShardedWeight:

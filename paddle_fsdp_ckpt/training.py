@@ -47,9 +47,7 @@ def fully_shard(
     about_to_shard = {id(named.parameter) for named in check_model(model)}
     for one in optimizers:
         check_optimizer(one, about_to_shard)
-    runtime = shard_model(
-        model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, optimizers=len(optimizers)
-    )
+    runtime = shard_model(model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, optimizers=len(optimizers))
     runtime.steps_by_hand = optimizer is None
     for one in optimizers:
         bind_optimizer(one)

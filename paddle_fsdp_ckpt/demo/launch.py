@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .job import Event, EventReader, Job
 
+_WORKER = [sys.executable, "-m", f"{__package__}.worker"]
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
@@ -48,7 +49,9 @@ def _follow(job: Job, processes: list[subprocess.Popen[bytes]], reader: EventRea
             on_event(event)
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            raise JobFailedError("\n".join(f"{job.title}: rank {rank} ended with status {codes[rank]}:\n{_log_end(job.log(rank))}" for rank in failed))
+            raise JobFailedError(
+                "\n".join(f"{job.title}: rank {rank} ended with status {codes[rank]}:\n{_log_end(job.log(rank))}" for rank in failed)
+            )
         if all(code == 0 for code in codes):
             return
         if time.monotonic() - heard > _SILENCE_SECONDS:
@@ -58,7 +61,7 @@ def _follow(job: Job, processes: list[subprocess.Popen[bytes]], reader: EventRea
 
 @contextmanager
 def _started(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
-    command = [sys.executable, "-m", f"{__package__}.worker", str(job.write())]
+    command = [*_WORKER, str(job.write())]
     endpoints = _free_endpoints(job.world_size + 1)
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -115,7 +115,7 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     stride = math.ceil(reference.steps / _SHOWN_STEPS)
     yield "step" + "".join(f"{outcome.job.title:>{_COLUMN}}" for outcome in outcomes)
     for step in range(1, reference.steps + 1):
-        if step % stride and step not in (1, save_at, save_at + 1):
+        if step % stride and step not in (1, save_at, save_at + 1, reference.steps):
             continue
         cells = (f"{outcome.losses[step]:.9f}" if step in outcome.losses else "" for outcome in outcomes)
         yield (f"{step:4}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)).rstrip()

@@ -184,7 +184,7 @@ def _wait_for_listener(endpoint: str) -> None:
             time.sleep(0.05)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its standard input ends, that is, when the process that started it is gone."""
 
     def watch() -> None:
@@ -197,7 +197,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Run the job whose file is the first argument."""
-    _end_with_parent()
+    end_with_parent()
     _connect()
     run(Job.read(Path(sys.argv[1])))
 

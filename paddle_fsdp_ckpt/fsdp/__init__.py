@@ -1,6 +1,6 @@
 """Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable."""
 
-from .communication import Communicator
+from .communication import Communicator, default_group
 from .parameter import ShardedParameter
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharding import check_model, local_parameters, shard_model
@@ -16,6 +16,7 @@ __all__ = [
     "ShardedParameter",
     "Unit",
     "check_model",
+    "default_group",
     "dtype_name",
     "local_parameters",
     "named_buffers",

@@ -11,13 +11,13 @@ from paddle.base.framework import EagerParamBase
 
 from ..errors import ShardingError, listing
 from ..layout import ITEM_SIZES, build_flat_buffer
-
 from .communication import Communicator, default_group
 from .hooks import ModelHooks
 from .parameter import ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
 from .unit import LiveBuffer, Unit, dtype_name
 from .units import ModelPlan, NamedParameter, UnitPlan, named_buffers, named_parameters, plan_units, walk
+
 
 def shard_model(
     model: nn.Layer,

@@ -127,7 +127,7 @@ def states_restored_on_error(optimizer: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        optimizer._accumulators = defaultdict(lambda: {}, accumulators)
+        optimizer._accumulators = defaultdict(dict, accumulators)
         optimizer._master_weights = masters
         optimizer._already_create_accumulator = created
         optimizer._opti_name_list = names

@@ -37,7 +37,7 @@ def write_paddle_metadata(directory: Path, manifest: Manifest) -> None:
     """
     index = read_headers(directory, manifest)
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
-    for key in index.keys():
+    for key in index.stored:
         tensors: list[LocalTensorMetadata] = []
         for file, box, start, stop, _ in index.stored[key]:
             flat = None if stop - start == box.numel else (start, stop)
