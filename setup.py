@@ -36,10 +36,10 @@ setup(
     package_data={"paddle_fsdp_ckpt": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
-    install_requires=["numpy>=1.24", "safetensors>=0.6.1"],
+    install_requires=["numpy>=1.24", "safetensors>=0.7"],
     extras_require={
         "cpu": CPU,
         "cli": ["rich>=13"],
-        "dev": [*CPU, "hypothesis>=6.100", "mypy>=1.15", "pytest>=8.3", "ruff>=0.12"],
+        "dev": [*CPU, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "ruff>=0.17,<0.18"],
     },
 )

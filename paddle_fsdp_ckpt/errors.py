@@ -26,6 +26,14 @@ class UnsafeCheckpointError(CheckpointError):
     """A file asks for something that reading must never do: run code, leave its directory, use unbounded memory."""
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a newer version of this package, in a format that this one doesn't know."""
+
+
+class TargetExistsError(CheckpointError):
+    """A save would have to replace something that it may not. Nothing was changed."""
+
+
 class MismatchError(CheckpointError):
     """Checkpoint and objects disagree in keys, shapes, dtypes or coverage. Nothing was changed."""
 

@@ -114,8 +114,7 @@ class Attention(nn.Layer):
         scores = query @ key.transpose([0, 1, 3, 2]) * self.head_dim**-0.5
         future = paddle.triu(paddle.full([length, length], float("-inf")), diagonal=1)
         mixed = F.softmax(scores + future, axis=-1) @ value
-        output: Tensor = self.o_proj(mixed.transpose([0, 2, 1, 3]).reshape([batch, length, self.heads * self.head_dim]))
-        return output
+        return self.o_proj(mixed.transpose([0, 2, 1, 3]).reshape([batch, length, self.heads * self.head_dim]))
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         batch, length, _ = x.shape
@@ -133,8 +132,7 @@ class SwiGLU(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to each token."""
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return output
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def route(scores: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
@@ -183,9 +181,8 @@ class DecoderLayer(nn.Layer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply the layer to ``[batch, length, hidden]``."""
-        between: Tensor = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        output: Tensor = between + self.mlp(self.post_attention_layernorm(between))
-        return output
+        between = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return between + self.mlp(self.post_attention_layernorm(between))
 
 
 class Decoder(nn.Layer):
@@ -201,11 +198,10 @@ class Decoder(nn.Layer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return ``[batch, length, hidden]`` for ``[batch, length]`` tokens."""
         cos, sin = rotary_tables(tokens.shape[1], self.head_dim, self.rope_theta)
-        x: Tensor = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        x = self.norm(x)
-        return x
+        return self.norm(x)
 
 
 class Head(nn.Layer):
@@ -219,8 +215,7 @@ class Head(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., vocab]`` scores for ``[..., hidden]``."""
-        scores: Tensor = x @ self.weight.T
-        return scores
+        return paddle.matmul(x, self.weight, transpose_y=True)
 
 
 class CausalLM(nn.Layer):
@@ -233,5 +228,4 @@ class CausalLM(nn.Layer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return ``[batch, length, vocab]`` scores for ``[batch, length]`` tokens."""
-        scores: Tensor = self.lm_head(self.model(tokens))
-        return scores
+        return self.lm_head(self.model(tokens))

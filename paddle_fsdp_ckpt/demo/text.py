@@ -60,8 +60,7 @@ class Batches:
     def whole(self, step: int) -> Tokens:
         """Return all sequences of a step, each one token longer than ``length``: inputs and labels overlap."""
         starts = np.random.default_rng([self.seed, step]).integers(0, len(self.corpus) - self.length, size=self.batch_size)
-        sequences: Tokens = self.corpus[starts[:, None] + np.arange(self.length + 1)].astype(np.int64)
-        return sequences
+        return self.corpus[starts[:, None] + np.arange(self.length + 1)].astype(np.int64)
 
     def part(self, step: int, rank: int, world_size: int) -> tuple[Tokens, Tokens]:
         """Return one rank's share of a step: the inputs, and for each input the token that follows it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import paddle
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _SavedWeight:
-    """A saved tensor that lies in a flat buffer: enough to find it again."""
+    """A saved tensor that lies in a flat buffer: enough to find it again. The offset is in bytes, the strides in elements."""
 
     buffer: LiveBuffer
     generation: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,27 +82,20 @@ class SavedWeights:
         address = tensor.data_ptr() if tensor._is_initialized() else 0
         for buffer, (start, stop) in self._gathered.items():
             if start <= address < stop:
-                return _SavedWeight(buffer, buffer.unit.generation)
+                return _SavedWeight(buffer, buffer.unit.generation, address - start, tuple(tensor.shape), tuple(tensor.strides))
         # With its place in the graph, the graph would hold the tensor and the tensor the graph, for ever.
         return _SavedTensor(tensor.detach(), tensor.inplace_version)
 
     def _unpack(self, saved: _SavedWeight | _SavedTensor) -> paddle.Tensor:
-        # Paddle moves the memory out of the tensor that is returned, so it must be one that nobody else holds. Offset, shape
-        # and strides stay those of the saved tensor: any tensor over the same memory will do.
+        # Paddle moves the memory out of the tensor that is returned, so it must be one that nobody else holds.
         if isinstance(saved, _SavedWeight):
-            return _sharing(saved.buffer.unit.runtime.whole_for_backward(saved.buffer, saved.generation))
+            whole = saved.buffer.unit.runtime.whole_for_backward(saved.buffer, saved.generation)
+            return paddle.as_strided(whole, saved.shape, saved.strides, saved.offset)
         if saved.tensor.inplace_version != saved.inplace_version:
             raise ShardingError(
                 f"a tensor of shape {list(saved.tensor.shape)} that the backward needs was changed in place after the forward saved it"
             )
-        return _sharing(saved.tensor)
-
-
-def _sharing(tensor: paddle.Tensor) -> Any:
-    share = paddle.Tensor()
-    if tensor._is_initialized():
-        tensor._share_buffer_to(share)
-    return share
+        return saved.tensor.detach()
 
 
 SAVED_WEIGHTS = SavedWeights()

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError, RankFailedError
+from ..errors import RankFailedError, TargetExistsError
 from .agreement import COORDINATOR, Rendezvous, exchange
 from .format import (
     MANIFEST_NAME,
@@ -37,10 +37,6 @@ from .format import (
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 _NONCE_NAME = ".nonce"
-
-
-class TargetExistsError(CheckpointError):
-    """A save would have to replace something that it may not. Nothing was changed."""
 
 
 def commit_checkpoint(

@@ -18,15 +18,14 @@ from .index import read_headers
 def piece_of(key: str, weight: ShardedWeight) -> Piece:
     """Describe a ShardedWeight as a piece under ``key``; a flat range over all of its box is given as the box."""
     local_shape = tuple(weight.local_shape)
-    flat = weight.flattened_range if weight.is_flattened else None
-    is_whole = flat is None or flat.stop - flat.start == math.prod(local_shape)
+    flat = Range(weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
     return Piece(
         key,
         str(weight.local_tensor.dtype).rpartition(".")[2],
         tuple(weight.global_shape),
         tuple(weight.global_offset),
         local_shape,
-        None if is_whole else Range(flat.start, flat.stop),
+        None if flat is None or flat.numel == math.prod(local_shape) else flat,
     )
 
 
@@ -41,9 +40,7 @@ def write_paddle_metadata(directory: Path, manifest: Manifest) -> None:
         tensors: list[LocalTensorMetadata] = []
         for file, box, start, stop, _ in index.stored[key]:
             flat = None if stop - start == box.numel else (start, stop)
-            tensor = LocalTensorMetadata(
-                box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, flat is not None, flat
-            )
+            tensor = LocalTensorMetadata(box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, flat is not None, flat)
             where = LocalTensorIndex(key, box.global_offset, flat is not None, flat, local_shape=box.local_shape)
             if where not in metadata.storage_metadata:
                 metadata.storage_metadata[where] = manifest.files[file].name

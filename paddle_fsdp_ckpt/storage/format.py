@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn, TypeAlias, cast
 
-from ..errors import CheckpointError, UnsafeCheckpointError
+from ..errors import NewerFormatError, UnsafeCheckpointError
 
 FORMAT_VERSION = 1
 """What this version of the package writes. It reads this one and all older ones."""
@@ -60,10 +60,6 @@ JsonValue: TypeAlias = Any
 
 _RANK_FILE_NAME = re.compile(r"(0|[1-9][0-9]{0,9})_0\.safetensors", re.ASCII)
 _LEFT_OVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>staging|replaced)-[0-9a-f]{16}", re.DOTALL)
-
-
-class NewerFormatError(CheckpointError):
-    """A checkpoint was written by a newer version of this package, in a format that this one doesn't know."""
 
 
 def rank_file_name(rank: int) -> str:

@@ -220,6 +220,6 @@ def test_a_tied_head_is_the_embedding() -> None:
         ({"num_experts": 4}, "0 of 4 experts"),
     ],
 )
-def test_impossible_sizes_are_refused(change: dict[str, int], message: str) -> None:
+def test_impossible_sizes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)

@@ -49,7 +49,8 @@ def test_on_as_many_ranks_nothing_else_will_do(resumed: Outcome) -> None:
 def test_on_other_ranks_rounding_is_good_and_more_is_not() -> None:
     near = compare(REFERENCE, _outcome("near", 3, {3: 2.5, 4: 2.250001}, weight=1.5))
     assert near.good and not near.bitwise
-    assert (near.loss, near.parameter) == (pytest.approx(1e-6), 0.5)
+    assert near.loss == pytest.approx(1e-6)
+    assert near.parameter == 0.5
     assert "another order" in str(near) and "1.0e-06" in str(near) and "5.0e-01" in str(near)
     for losses in ({3: 2.5, 4: 2.26}, {4: 2.25}, {3: float("nan"), 4: 2.25}):
         far = compare(REFERENCE, _outcome("far", 3, losses))
@@ -71,7 +72,7 @@ def test_the_table_shows_losses_side_by_side() -> None:
 
 def test_a_long_table_is_thinned_out_but_shows_the_checkpoint() -> None:
     job = dataclasses.replace(JOB, steps=1000, save_at=501)
-    lines = list(table([Outcome(job, {step: 1.0 for step in range(1, 1001)})]))
+    lines = list(table([Outcome(job, dict.fromkeys(range(1, 1001), 1.0))]))
     assert len(lines) < 40
     shown = [int(line.split()[0]) for line in lines[1:] if not line.startswith("----")]
     assert {1, 501, 502, 1000} <= set(shown)

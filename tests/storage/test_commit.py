@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 from checkpoints import ThreadRendezvous, cut, make_manifest, run_ranks, write_checkpoint
 
-from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, MismatchError, RankFailedError
-from paddle_fsdp_ckpt.storage.commit import TargetExistsError, commit_checkpoint, heal_target
+from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, MismatchError, RankFailedError, TargetExistsError
+from paddle_fsdp_ckpt.storage.commit import commit_checkpoint, heal_target
 from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, FileRecord, Manifest, rank_file_name, replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex, read_index, read_manifest
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
@@ -383,3 +384,50 @@ def test_healing_gives_only_a_whole_checkpoint_its_name_back(tmp_path: Path) -> 
     assert read_manifest(target).step == 7
     assert not heal_target(target)
     assert json.loads((target / "manifest.json").read_text())["world_size"] == 1
+
+
+def test_a_save_heals_its_target_before_it_judges_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "whole", [[]]).rename(tmp_path / replaced_name("step", NONCE))
+    assert isinstance(solo(path=tmp_path / "step"), TargetExistsError)
+    assert names(tmp_path) == ["step"]
+    assert read_manifest(tmp_path / "step").step == 7
+
+
+def test_an_old_checkpoint_is_kept_until_there_is_a_new_one(tmp_path: Path) -> None:
+    aside = write_checkpoint(tmp_path / "whole", [[]]).rename(tmp_path / replaced_name("step", NONCE))
+    (tmp_path / "step").mkdir()
+    assert isinstance(solo(path=tmp_path / "step", build_manifest=lambda records: 1 // 0), RankFailedError)
+    assert (aside / "manifest.json").exists()
+
+
+def test_a_half_removed_checkpoint_can_never_get_its_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    solo(path=tmp_path / "step", step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        assert isinstance(solo(path=tmp_path / "step", step=2, overwrite=True), Killed)
+    (aside,) = (path for path in tmp_path.iterdir() if path.name != "step")
+    assert names(aside) == ["0_0.safetensors"]
+
+
+def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split("-")[0])
+        fsync(descriptor)
+
+    def note_rename(source: str, target: str) -> None:
+        events.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    parent = tmp_path / "parent"
+    solo(path=parent / "step", before_manifest=lambda staging, records: (staging / PADDLE_METADATA_NAME).write_bytes(b"x"))
+    made, written, files, staging, *rest = events[0], events[1], events[2:4], events[4], *events[5:]
+    assert (made, written, staging, rest) == (tmp_path.name, "0_0.safetensors", ".step.staging", ["rename", "parent"])
+    assert sorted(files) == ["0.metadata", "manifest.json"]

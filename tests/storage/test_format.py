@@ -5,12 +5,11 @@ import json
 import pytest
 from checkpoints import make_manifest
 
-from paddle_fsdp_ckpt.errors import CheckpointError, UnsafeCheckpointError
+from paddle_fsdp_ckpt.errors import CheckpointError, NewerFormatError, UnsafeCheckpointError
 from paddle_fsdp_ckpt.storage.format import (
     FORMAT_VERSION,
     FileRecord,
     Manifest,
-    NewerFormatError,
     check_json,
     parse_left_over,
     rank_file_name,

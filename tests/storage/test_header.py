@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, NewerFormatError, UnsafeCheckpointError
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, NewerFormatError
+from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES, MAX_HEADER_NBYTES, decode_header, encode_header, header_nbytes, in_file_order
 
 PIECES = [
@@ -138,10 +138,10 @@ def test_numbers_that_only_equal_whole_ones_never_get_out() -> None:
 
 def test_a_piece_without_elements_is_refused() -> None:
     def change(header: dict[str, Any]) -> None:
-        header["none"] = {"dtype": "F32", "shape": [0], "data_offsets": header["whole"]["data_offsets"][:1] * 2}
+        header["none"] = {"dtype": "F32", "shape": [0], "data_offsets": [NBYTES, NBYTES]}
         descriptions(header)["none"] = [[0]]
 
-    with pytest.raises(CorruptCheckpointError, match="'none'"):
+    with pytest.raises(CorruptCheckpointError, match="'none'.*is no range"):
         decode(edit(change))
 
 

@@ -1,0 +1,24 @@
+"""A sharded model trains like one unfused process on the same global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import RankPool
+
+pytest.importorskip("paddle")
+
+from training_runs import compare  # noqa: E402
+from training_scenarios import SCENARIOS  # noqa: E402
+
+
+def train(name: str, dtype: str) -> None:
+    compare(SCENARIOS[name], dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trains_like_one_process(ranks: Callable[[int], RankPool], name: str, world_size: int) -> None:
+    ranks(world_size).run(train, name, "float64", timeout=30)
