@@ -5,6 +5,7 @@ Pure arithmetic: integers and names, no tensors. All counts are elements, not by
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -126,8 +127,8 @@ class Layout:
 def build_flat_buffer(name: str, dtype: str, parameters: Sequence[tuple[Iterable[str], Sequence[int]]], world_size: int) -> FlatBuffer:
     """Place parameters, given as (structured names, shape), end to end in one flat buffer.
 
-    Slots and shards are aligned to :data:`SLOT_ALIGNMENT_BYTES`. A parameter of three or more dimensions is moved on until
-    no shard boundary cuts it where stock Paddle would load it wrong, see :func:`stock_loads_exactly`.
+    Slots and shards are aligned to :data:`SLOT_ALIGNMENT_BYTES`. A parameter is moved on until no shard boundary cuts it where
+    stock Paddle would load it wrong, see :func:`stock_loads_exactly`.
 
     Raises:
         ValueError: unknown dtype, no parameters, a parameter without elements, or a world size below 1.
@@ -150,23 +151,42 @@ def build_flat_buffer(name: str, dtype: str, parameters: Sequence[tuple[Iterable
     return FlatBuffer(name, dtype, slots, shard_numel, world_size)
 
 
-def stock_loads_exactly(shape: Sequence[int], flat: Range) -> bool:
-    """Tell whether stock Paddle restores the flat range ``flat`` of a tensor of ``shape`` right.
+def stock_loads_exactly(shape: Sequence[int], pieces: Sequence[Range]) -> bool:
+    """Tell whether stock Paddle restores a tensor of ``shape`` right from ``pieces``, adjoining flat ranges that cover it.
 
-    Paddle 3.3's ``minimal_nd_slice`` (``paddle/distributed/flex_checkpoint/dcp/utils.py``) turns a flat range into a box and looks, for
-    each axis, only at the axis just before. Where the range's first and last element differ on an earlier axis and agree by
-    chance on that one, the box is too small and wrong elements are loaded, without an error.
+    Paddle 3.3's ``load_state_dict`` (``paddle/distributed/flex_checkpoint/dcp``) turns each flat range into a box, without an error where
+
+    - the box misses elements: ``minimal_nd_slice`` looks, for each axis, only at the axis just before, so where the first and last
+      element of a range of three or more dimensions differ on an earlier axis and agree by chance on that one, the box is too small;
+    - the box holds elements of a neighbour that happens to be a box itself: only neighbours that aren't are asked for those, and the
+      box gets zeros there.
     """
-    if flat.numel == 0 or len(shape) < 3:
-        return True
-    first, last = _unravel(flat.start, shape), _unravel(flat.stop - 1, shape)
-    for axis in range(2, len(shape)):
-        differs_before = first[: axis - 1] != last[: axis - 1]
-        if differs_before and first[axis - 1] == last[axis - 1]:
-            low, high = sorted((first[axis], last[axis]))
-            if low != 0 or high != shape[axis] - 1:
-                return False
+    filled = [piece for piece in pieces if piece.numel]
+    boxes = [_stock_box(shape, piece) for piece in filled]
+    for i, (piece, box) in enumerate(zip(filled, boxes, strict=True)):
+        if box is None:
+            return False
+        before = itertools.takewhile(lambda j: filled[j].stop > box.start, range(i - 1, -1, -1))
+        after = itertools.takewhile(lambda j: filled[j].start < box.stop, range(i + 1, len(filled)))
+        if box != piece and any(boxes[j] == filled[j] for j in (*before, *after)):
+            return False
     return True
+
+
+def _stock_box(shape: Sequence[int], flat: Range) -> Range | None:
+    """Return the flat range of the box that stock Paddle makes of ``flat``; None where the box misses elements."""
+    first, last = _unravel(flat.start, shape), _unravel(flat.stop - 1, shape)
+    start = stop = 0
+    inside_one = True
+    for axis, size in enumerate(shape):
+        low, high = min(first[axis], last[axis]), max(first[axis], last[axis])
+        if axis and first[axis - 1] != last[axis - 1]:
+            low, high = 0, size - 1
+        if not inside_one and (low, high) != (0, size - 1):
+            return None
+        inside_one = inside_one and low == high
+        start, stop = start * size + low, stop * size + high
+    return Range(start, stop + 1)
 
 
 def _place(shapes: Sequence[tuple[int, ...]], alignment: int, shard_numel: int, world_size: int) -> list[int] | None:
@@ -185,12 +205,12 @@ def _place(shapes: Sequence[tuple[int, ...]], alignment: int, shard_numel: int, 
 
 
 def _cuts_load_exactly(shape: tuple[int, ...], offset: int, shard_numel: int) -> bool:
-    if len(shape) < 3:
-        return True
     slot = Range(offset, offset + math.prod(shape))
     first_shard, last_shard = slot.start // shard_numel, (slot.stop - 1) // shard_numel
+    if first_shard == last_shard or len(shape) < 2:
+        return True
     shards = (Range(i * shard_numel, (i + 1) * shard_numel) for i in range(first_shard, last_shard + 1))
-    return all(stock_loads_exactly(shape, slot.intersect(shard).shift(-offset)) for shard in shards)
+    return stock_loads_exactly(shape, [slot.intersect(shard).shift(-offset) for shard in shards])
 
 
 def _unravel(index: int, shape: Sequence[int]) -> list[int]:

@@ -120,4 +120,4 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         cells = (f"{outcome.losses[step]:.9f}" if step in outcome.losses else "" for outcome in outcomes)
         yield (f"{step:4}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)).rstrip()
         if step == save_at:
-            yield f"---- saved here; what stands below in columns 2 to {len(outcomes)} was trained by fresh processes"
+            yield "---- saved here; below, every column but the first was trained by fresh processes"

@@ -16,7 +16,7 @@ from .unit import Unit
 
 
 class WatchedParameters(dict[str, Any]):
-    """A layer's parameters by name; looking one up while a forward runs makes it whole, replacing one is refused."""
+    """A layer's parameters by name; looking one up while a forward or backward runs makes it whole, replacing one is refused."""
 
     def __init__(self, runtime: Runtime, parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
@@ -24,7 +24,7 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if isinstance(parameter, ShardedParameter) and not parameter._is_initialized():
+        if isinstance(parameter, ShardedParameter):
             self._runtime.use_outside_unit(parameter._shard)
         return parameter
 
@@ -44,6 +44,17 @@ class ModelHooks:
         self._runtime = runtime
         self._undo: list[Callable[[], None]] = []
 
+    def watch_model(self, model: nn.Layer) -> None:
+        """Notice when the whole model's forward begins and ends."""
+        self.watch_layer(model, [])
+
+        def before(_layer: nn.Layer, _inputs: Any) -> None:
+            self._runtime.forget_aborted_forward()
+
+        pre = model.register_forward_pre_hook(before)
+        model._forward_pre_hooks.move_to_end(pre._hook_id, last=False)
+        self._undo.append(pre.remove)
+
     def watch_layer(self, layer: nn.Layer, units: Sequence[Unit]) -> None:
         """Make ``units`` whole during the layer's forward and backward."""
         runtime = self._runtime
@@ -52,9 +63,12 @@ class ModelHooks:
             runtime.begin_forward(units)
 
         def after(_layer: nn.Layer, _inputs: Any, outputs: Any) -> None:
-            runtime.end_forward(units)
+            tensors = list(tensors_in(outputs))
+            # A parameter that is an output itself is used elsewhere.
+            parameters = [tensor._shard for tensor in tensors if isinstance(tensor, ShardedParameter)]
+            runtime.end_forward(units, parameters)
             if paddle.is_grad_enabled():
-                runtime.expect_backward(units, tensors_in(outputs))
+                runtime.expect_backward(units, [tensor for tensor in tensors if not isinstance(tensor, ShardedParameter)])
 
         pre = layer.register_forward_pre_hook(before)
         # Hooks of the user, such as weight_norm's, may need the weights whole.

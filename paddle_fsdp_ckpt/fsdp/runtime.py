@@ -6,9 +6,10 @@ reaches a layer's outputs, an optimizer steps. A journal of the order is compare
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import paddle
@@ -41,7 +42,7 @@ class Runtime:
         units: the model's units in a fixed order.
         gradients_pending: a backward ran whose gradients are not all reduced yet.
         steps_by_hand: the user said that no optimizer will be bound.
-        observers: the optimizers that are bound.
+        observers: the optimizers that are bound, as long as they live.
     """
 
     def __init__(self, communicator: Communicator, gradient_reduction: GradientReduction) -> None:
@@ -49,7 +50,7 @@ class Runtime:
         self.units: list[Unit] = []
         self.gradients_pending = False
         self.steps_by_hand = False
-        self.observers: list[WeightsObserver] = []
+        self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.hooks: ModelHooks | None = None
         self._gradient_mean = gradient_reduction == "mean"
         self._running_forwards = 0
@@ -91,11 +92,17 @@ class Runtime:
             UnboundOptimizerError: no optimizer was bound, and ``optimizer=None`` was not said either.
         """
         self.raise_failure()
-        if not (self.observers or self.steps_by_hand):
+        if not (self.observers or self.steps_by_hand) and any(not shard.parameter.stop_gradient for shard in self.shards):
             raise UnboundOptimizerError(
                 "the model is sharded but no optimizer is bound to it, so its training would go wrong; call "
                 "fully_shard(model, optimizer=opt) or bind_optimizer(opt), or fully_shard(model, optimizer=None) to step it yourself"
             )
+
+    def add_observer(self, observer: WeightsObserver) -> None:
+        """Bind an optimizer."""
+        self.observers.add(observer)
+        if isinstance(self._failure, UnboundOptimizerError):
+            self._failure = None
 
     # Forward and backward.
 
@@ -115,12 +122,19 @@ class Runtime:
             unit.uses += 1
             self._make_whole(unit)
 
-    def end_forward(self, units: Sequence[Unit]) -> None:
-        """A layer's forward ended."""
+    def end_forward(self, units: Sequence[Unit], outputs: Sequence[ParameterShard]) -> None:
+        """A layer's forward ended; ``outputs`` are parameters among its outputs, which the layers around it may use."""
         self._running_forwards = max(0, self._running_forwards - 1)
         for unit in units:
             unit.uses = max(0, unit.uses - 1)
+        for shard in outputs:
+            shard.unit.held = True
         if self._running_forwards == 0:
+            self._end_outermost_forward()
+
+    def forget_aborted_forward(self) -> None:
+        """The whole model's forward begins: one that still seems to run ended by an exception."""
+        if self._running_forwards:
             self._end_outermost_forward()
 
     def _end_outermost_forward(self) -> None:
@@ -129,7 +143,7 @@ class Runtime:
         for unit in self.units:
             unit.uses = 0
             unit.held = False
-            unit.park()
+        _each(self.units, Unit.park)
 
     def expect_backward(self, units: Sequence[Unit], outputs: Iterable[paddle.Tensor]) -> None:
         """Be told when a backward reaches a layer's outputs."""
@@ -144,7 +158,11 @@ class Runtime:
 
     def begin_backward(self, units: Sequence[Unit], first: bool) -> None:
         """A backward reached the outputs of a layer that needs ``units``."""
-        self.check_bound()
+        try:
+            self.check_bound()
+        except CheckpointError as error:  # Paddle makes another exception of it
+            self.fail(error)
+            raise
         self.gradients_pending = True
         for unit in units:
             if first:
@@ -168,10 +186,15 @@ class Runtime:
         return buffer.whole
 
     def use_outside_unit(self, shard: ParameterShard) -> None:
-        """A parameter was looked up in a layer while a forward runs; make it whole until the outermost forward ends."""
-        if self._running_forwards and not self._showing_local and not shard.unit.is_filled:
-            shard.unit.held = True
-            self._make_whole(shard.unit)
+        """A parameter was looked up in a layer while a forward or backward runs; make it whole, in a forward until the outermost one ends."""
+        unit = shard.unit
+        if self._showing_local:
+            return
+        if self._running_forwards and not (unit.uses and unit.is_filled):
+            unit.held = True
+            self._make_whole(unit)
+        elif unit.in_backward and not unit.is_filled:  # recompute runs pieces of a layer's forward in its backward
+            self._make_whole(unit)
 
     def _make_whole(self, unit: Unit, fill: bool = True) -> None:
         if not unit.is_gathered:
@@ -198,9 +221,10 @@ class Runtime:
 
     def release_all(self) -> None:
         """Let go of all whole buffers; whatever forward was running is over."""
-        self._end_outermost_forward()
-        for unit in self.units:
-            unit.release()
+        try:
+            self._end_outermost_forward()
+        finally:
+            _each(self.units, Unit.release)
 
     def begin_step(self) -> None:
         """Get ready for an optimizer: reduce what is pending, and let go of whole weights, which are about to be out of date.
@@ -277,6 +301,18 @@ class _BackwardCall:
     def __call__(self, gradient: paddle.Tensor) -> None:
         first, self._first = self._first, False
         self._runtime.begin_backward(self._units, first)
+
+
+def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:
+    """Do it to every unit, also after an error, and raise the first error at the end."""
+    errors: list[CheckpointError] = []
+    for unit in units:
+        try:
+            do(unit)
+        except CheckpointError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def tensors_in(outputs: Any) -> Iterator[paddle.Tensor]:

@@ -30,6 +30,7 @@ class _SavedWeight:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    stop_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class _SavedTensor:
 
     tensor: paddle.Tensor
     inplace_version: int
+    stop_gradient: bool
 
 
 class SavedWeights:
@@ -82,20 +84,26 @@ class SavedWeights:
         address = tensor.data_ptr() if tensor._is_initialized() else 0
         for buffer, (start, stop) in self._gathered.items():
             if start <= address < stop:
-                return _SavedWeight(buffer, buffer.unit.generation, address - start, tuple(tensor.shape), tuple(tensor.strides))
+                return _SavedWeight(
+                    buffer, buffer.unit.generation, address - start, tuple(tensor.shape), tuple(tensor.strides), tensor.stop_gradient
+                )
         # With its place in the graph, the graph would hold the tensor and the tensor the graph, for ever.
-        return _SavedTensor(tensor.detach(), tensor.inplace_version)
+        return _SavedTensor(tensor.detach(), tensor.inplace_version, tensor.stop_gradient)
 
     def _unpack(self, saved: _SavedWeight | _SavedTensor) -> paddle.Tensor:
         # Paddle moves the memory out of the tensor that is returned, so it must be one that nobody else holds.
         if isinstance(saved, _SavedWeight):
             whole = saved.buffer.unit.runtime.whole_for_backward(saved.buffer, saved.generation)
-            return paddle.as_strided(whole, saved.shape, saved.strides, saved.offset)
-        if saved.tensor.inplace_version != saved.inplace_version:
+            tensor = paddle.as_strided(whole, saved.shape, saved.strides, saved.offset)
+        elif saved.tensor.inplace_version != saved.inplace_version:
             raise ShardingError(
                 f"a tensor of shape {list(saved.tensor.shape)} that the backward needs was changed in place after the forward saved it"
             )
-        return saved.tensor.detach()
+        else:
+            tensor = saved.tensor.detach()
+        # A PyLayer gets this tensor itself, and recompute looks at its stop_gradient.
+        tensor.stop_gradient = saved.stop_gradient
+        return tensor
 
 
 SAVED_WEIGHTS = SavedWeights()

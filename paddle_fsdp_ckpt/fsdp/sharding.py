@@ -76,9 +76,9 @@ def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradien
             index += len(members)
     for _, buffer_tensor in named_buffers(model):
         communicator.broadcast_from_first(buffer_tensor)
-    hooks.watch_layer(model, [])
     for hooked in plan.hooked:
         hooks.watch_layer(hooked.layer, [live[id(unit_plan)] for unit_plan in hooked.units])
+    hooks.watch_model(model)
     for layer in {id(layer): layer for _, layer in walk(model)}.values():
         hooks.watch_parameters(layer)
         hooks.refuse_state_dict(layer)

@@ -98,17 +98,12 @@ class ParameterShard:
             parameter._register_backward_hook(_GradientHook(self))
             self._hooked = True
 
-    def park(self) -> None:
-        """Take the data away from the parameter; its shape stays whole."""
+    def park(self) -> bool:
+        """Take the data away from the parameter; its shape stays whole. Return whether it was changed in place meanwhile."""
         parameter = self.parameter
         changed = parameter._is_initialized() and parameter.inplace_version != self._filled_version
         self._clear_data()
-        if changed:
-            self._filled_version = parameter.inplace_version
-            raise ShardingError(
-                f"{self.describe()}: it was changed in place while it was whole, which would be lost; change it with set_value, or "
-                "inside `with paddle_fsdp_ckpt.local_parameters(model):`"
-            )
+        return changed
 
     def show_local(self) -> None:
         """Let the parameter be this rank's piece, 1-D, sharing the shard's memory."""
@@ -360,8 +355,12 @@ class Unit:
         """Take the parameters' data away; the buffers may stay gathered."""
         if self.is_filled:
             self.is_filled = False
-            for shard in self.shards:
-                shard.park()
+            changed = [shard for shard in self.shards if shard.park()]
+            if changed:
+                raise ShardingError(
+                    f"{changed[0].describe()}: it was changed in place while it was whole, which would be lost; change it with set_value, or "
+                    "inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+                )
 
     def release(self) -> None:
         """Let go of the whole buffers."""

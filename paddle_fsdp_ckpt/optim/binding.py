@@ -88,6 +88,10 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
     check_parameters(optimizer, about_to_shard)
     for clip in (optimizer._grad_clip, *(group.get("grad_clip") for group in parameter_groups(optimizer))):
         check_clip(clip)
+    if getattr(optimizer, "_use_multi_tensor", False):
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}: use_multi_tensor=True needs a gradient of every parameter on every rank, and a rank keeps only some; leave it out"
+        )
     if any(optimizer._accumulators.values()) or optimizer._master_weights:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: it has state already, for parameters as they were before they were sharded; bind it before its first "
@@ -105,7 +109,7 @@ class _Binding:
         self._apply_optimize: Callable[..., Any] = optimizer._apply_optimize
         self._step: Callable[[], Any] = optimizer.step
         for runtime in self._runtimes:
-            runtime.observers.append(self)
+            runtime.add_observer(self)
         optimizer.__dict__.update(
             {
                 _BINDING_ATTRIBUTE: self,

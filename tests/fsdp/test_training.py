@@ -11,14 +11,14 @@ from harness import RankPool
 pytest.importorskip("paddle")
 
 from training_runs import compare  # noqa: E402
-from training_scenarios import SCENARIOS  # noqa: E402
+from training_scenarios import FLOAT32, SCENARIOS  # noqa: E402
 
 
-def train(name: str, dtype: str) -> None:
-    compare(SCENARIOS[name], dtype)
+def train(name: str) -> None:
+    compare(SCENARIOS[name], "float32" if name in FLOAT32 else "float64")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_trains_like_one_process(ranks: Callable[[int], RankPool], name: str, world_size: int) -> None:
-    ranks(world_size).run(train, name, "float64", timeout=30)
+    ranks(world_size).run(train, name, timeout=30)

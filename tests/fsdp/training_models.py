@@ -268,7 +268,7 @@ class SideOutputs(nn.Layer):
             x = block(x)
         # Weights of other units, used here: a regularizer of one's own, and a sub-layer of a block.
         self.penalty = self.blocks[0].gate.weight.square().mean() + self.embed.weight.abs().mean()
-        return self.head(x + self.blocks[1].gate(x).mean())
+        return self.head(x + self.blocks[1].gate(x).mean(-1, keepdim=True))
 
 
 class LeavesLoss(nn.Layer):

@@ -30,6 +30,9 @@ from training_runs import VOCABULARY, Run, Scenario, language_loss
 
 SCENARIOS: dict[str, Scenario] = {}
 
+FLOAT32 = {"optimizer_clip_by_norm", "clip_set_later", "blocks_5", "gradient_accumulation"}
+"""Run in float32, as Paddle has no float64 kernel for them on CPU, or to have tried it; the others in float64, where every difference shows."""
+
 
 def scenario(function: Scenario) -> Scenario:
     SCENARIOS[function.__name__] = function
@@ -237,7 +240,8 @@ def retain_graph(run: Run) -> None:
     model = Net(3, "matmul")
     optimizer = run.start(model, sgd)
     for step in range(2):
-        loss = language_loss(run, model, step)
+        # Not cross entropy: its backward in Paddle 3.3 overwrites the softmax that the graph keeps.
+        loss = model(run.batch(step)).square().mean()
         loss.backward(retain_graph=True)
         run.note_gradients(model)
         loss.backward()
@@ -515,14 +519,11 @@ _optimizer("sgd_l1", _all(SGD, 0.2, weight_decay=paddle.regularizer.L1Decay(0.01
 _optimizer("momentum", _all(Momentum, 0.1, 0.9))
 _optimizer("momentum_nesterov_l2", _all(Momentum, 0.1, 0.9, use_nesterov=True, weight_decay=paddle.regularizer.L2Decay(0.1)))
 _optimizer("momentum_l1", _all(Momentum, 0.1, 0.9, weight_decay=paddle.regularizer.L1Decay(0.01)))
-_optimizer("momentum_multi_tensor", _all(Momentum, 0.1, 0.9, use_multi_tensor=True))
 _optimizer("adam", _all(Adam, 0.01))
-_optimizer("adam_multi_tensor", _all(Adam, 0.01, use_multi_tensor=True))
 _optimizer("adam_amsgrad_l2", _all(Adam, 0.01, amsgrad=True, weight_decay=0.1))
 _optimizer("adam_lazy", _all(Adam, 0.01, lazy_mode=True))
 _optimizer("adamw_amsgrad", _all(AdamW, 0.01, amsgrad=True))
 _optimizer("adamw_named", _all(AdamW, 0.01, name="mine"))
-_optimizer("adamw_lr_ratio", _all(AdamW, 0.01, lr_ratio=lambda p: 0.1 if "linear" in p.name else 1.0))
 _optimizer("clip_by_norm", _all(SGD, 0.3, grad_clip=nn.ClipGradByNorm(0.02)))
 _optimizer("clip_by_value", _all(SGD, 0.3, grad_clip=nn.ClipGradByValue(0.01)))
 _optimizer("clip_by_global_norm", _all(SGD, 0.3, grad_clip=nn.ClipGradByGlobalNorm(0.1)))
@@ -545,7 +546,7 @@ def _groups(model: nn.Layer) -> Any:
         parameters=[
             {"params": biases, "weight_decay": 0.0, "learning_rate": 0.5},
             {"params": blocks, "grad_clip": nn.ClipGradByGlobalNorm(0.02), "beta1": 0.5, "beta2": 0.7},
-            {"params": rest, "weight_decay": 3.0, "grad_clip": nn.ClipGradByNorm(0.01), "epsilon": 1e-5},
+            {"params": rest, "weight_decay": 3.0, "grad_clip": nn.ClipGradByValue(0.003), "epsilon": 1e-5},
         ],
         weight_decay=0.5,
         grad_clip=nn.ClipGradByGlobalNorm(0.1),

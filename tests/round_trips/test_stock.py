@@ -1,0 +1,105 @@
+"""Stock ``dist.save_state_dict`` writes our state dicts, and stock ``dist.load_state_dict`` reads them and our checkpoints, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+import pytest
+from checkpoint_cases import StatePiece, assert_equal_states, build, held, train, whole
+from checkpoint_cases import Outcome as Held
+from harness import RankPool
+
+import paddle_fsdp_ckpt as ckpt
+
+Ranks = Callable[[int], RankPool]
+
+
+def save_by_stock(model: str, path: str, safetensors: bool) -> Held:
+    """Train, and let stock Paddle save."""
+    made, optimizer = build(model, "adamw named")
+    train(made, optimizer, 0, 2)
+    state = held(made, optimizer)
+    dist.save_state_dict(_weights(made, optimizer), path, safetensors=safetensors)
+    return Held([], state)
+
+
+def save_by_us(model: str, path: str) -> Held:
+    """Train, and save."""
+    made, optimizer = build(model, "adamw named")
+    train(made, optimizer, 0, 2)
+    ckpt.save(path, model=made, optimizer=optimizer)
+    return Held([], held(made, optimizer))
+
+
+def load_by_stock(model: str, path: str, safetensors: bool, forward_first: bool) -> tuple[Held, list[float]]:
+    """Let stock Paddle load into fresh objects; then look, and train a step."""
+    made, optimizer = build(model, "adamw named", seed=99)
+    if forward_first:  # What was gathered for it must not be used after the load.
+        made(paddle.zeros([2, 5], "int64"))
+    ckpt.init_optimizer_state(optimizer)
+    # On the CPU wheel, resharding calls Tensor.cuda() on everything.
+    original = paddle.Tensor.cuda
+    paddle.Tensor.cuda = lambda tensor, *_: tensor.clone()
+    try:
+        dist.load_state_dict(_weights(made, optimizer), path, safetensors=safetensors)
+    finally:
+        paddle.Tensor.cuda = original
+    state = held(made, optimizer)
+    return Held([], state), train(made, optimizer, 2, 3)
+
+
+def load_by_us(model: str, path: str) -> tuple[Held, list[float]]:
+    made, optimizer = build(model, "adamw named", seed=99)
+    ckpt.load(path, model=made, optimizer=optimizer)
+    return Held([], held(made, optimizer)), train(made, optimizer, 2, 3)
+
+
+def _weights(model: paddle.nn.Layer, optimizer: Any) -> dict[str, Any]:
+    return {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(optimizer)}
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("model", ["tied", "tiny", "convolutions"])
+def test_stock_saves_and_loads_our_state_dicts(model: str, source: int, target: int, tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "stock")
+    saved = ranks(source).run(save_by_stock, model, path, True)
+    loaded = ranks(target).run(load_by_stock, model, path, True, False)
+    assert_equal_states(whole([state for state, _ in loaded]), whole(saved))
+
+
+@pytest.mark.parametrize("model", ["tied", "convolutions"])
+def test_stock_loads_its_own_format_at_the_same_layout(model: str, tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "distcp")
+    saved = ranks(2).run(save_by_stock, model, path, False)
+    loaded = ranks(2).run(load_by_stock, model, path, False, False)
+    assert_equal_states(whole([state for state, _ in loaded]), whole(saved))
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 2), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("model", ["tied", "tiny", "convolutions"])
+def test_stock_loads_our_checkpoints(model: str, source: int, target: int, tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "ours")
+    saved = ranks(source).run(save_by_us, model, path)
+    by_stock = ranks(target).run(load_by_stock, model, path, True, True)
+    assert_equal_states(whole([state for state, _ in by_stock]), whole(saved))
+    by_us = ranks(target).run(load_by_us, model, path)
+    assert [losses for _, losses in by_stock] == [losses for _, losses in by_us]
+
+
+def test_the_views_are_the_live_tensors(single: RankPool, ranks: Ranks) -> None:
+    for pieces in (single.run(_write_through_views), ranks(2).run(_write_through_views)):
+        assert all(pieces)
+
+
+def _write_through_views() -> bool:
+    made, optimizer = build("tied", "adamw")
+    weights = _weights(made, optimizer)
+    with paddle.no_grad():
+        for weight in weights.values():
+            weight.local_tensor.fill_(3.0)
+    after: dict[str, StatePiece] = held(made, optimizer)
+    return bool(after) and all((piece.values == 3.0).all() for piece in after.values())
