@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 SLOT_ALIGNMENT_BYTES = 256
@@ -166,11 +166,15 @@ def stock_loads_exactly(shape: Sequence[int], pieces: Sequence[Range]) -> bool:
     for i, (piece, box) in enumerate(zip(filled, boxes, strict=True)):
         if box is None:
             return False
-        before = itertools.takewhile(lambda j: filled[j].stop > box.start, range(i - 1, -1, -1))
-        after = itertools.takewhile(lambda j: filled[j].start < box.stop, range(i + 1, len(filled)))
-        if box != piece and any(boxes[j] == filled[j] for j in (*before, *after)):
+        if box != piece and any(boxes[j] == filled[j] for j in _neighbours(filled, i, box)):
             return False
     return True
+
+
+def _neighbours(pieces: Sequence[Range], i: int, box: Range) -> Iterator[int]:
+    """Yield the positions of the pieces, other than the one at ``i``, that reach into ``box``, which holds that one."""
+    yield from itertools.takewhile(lambda j: pieces[j].stop > box.start, range(i - 1, -1, -1))
+    yield from itertools.takewhile(lambda j: pieces[j].start < box.stop, range(i + 1, len(pieces)))
 
 
 def _stock_box(shape: Sequence[int], flat: Range) -> Range | None:

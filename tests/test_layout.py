@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_stock_paddle_restores_every_parameter_from_our_cuts(parameters: list[tu
 def test_what_stock_paddle_loads_right_is_told_right(shape: tuple[int, ...], cuts: list[int]) -> None:
     numel = math.prod(shape)
     bounds = sorted({0, numel, *(cut % numel for cut in cuts)})
-    pieces = [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    pieces = [Range(start, stop) for start, stop in itertools.pairwise(bounds)]
     assert stock_loads_exactly(shape, pieces) == restored_by_stock(shape, pieces)
 
 

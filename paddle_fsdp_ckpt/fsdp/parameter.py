@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _Tensor = core.eager.Tensor
 
 
-class ShardedParameter(EagerParamBase):  # type: ignore[misc]
+class ShardedParameter(EagerParamBase):
     """A Parameter of a sharded model. An ordinary Parameter becomes one by assignment to its ``__class__``.
 
     Between uses it keeps its whole shape and holds no memory, so that Paddle refuses every computation with it instead of

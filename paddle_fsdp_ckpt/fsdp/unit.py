@@ -294,7 +294,7 @@ class LiveBuffer:
         item = self.layout.nbytes // self.layout.numel
         local = [self.shard, self._gradient_shard]
         whole = [None if self.communicator.alone else self.whole, self._whole_gradient]
-        return tuple(sum(item * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole))  # type: ignore[return-value]
+        return tuple(sum(item * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole))
 
 
 class Unit:

@@ -9,8 +9,8 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 import pytest
-from checkpoint_cases import StatePiece, assert_equal_states, build, held, train, whole
 from checkpoint_cases import Outcome as Held
+from checkpoint_cases import StatePiece, assert_equal_states, build, held, train, whole
 from harness import RankPool
 
 import paddle_fsdp_ckpt as ckpt
