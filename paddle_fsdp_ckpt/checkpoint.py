@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -13,28 +15,21 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from .errors import IncompleteCheckpointError, MismatchError
-from .fsdp import default_group, named_buffers, named_parameters, runtime_of
+from .errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, MismatchError, RankFailedError, listing
+from .fsdp import ParameterShard, default_group, runtime_of
 from .host_memory import bytes_of, destinations
-from .optim import (
-    binding_of,
-    create_states,
-    drop_states,
-    optimizer_shards,
-    parameter_groups,
-    state_suffixes,
-    states_restored_on_error,
-)
+from .optim import binding_of, create_states, drop_states, optimizer_shards, states_restored_on_error
 from .rendezvous import open_rendezvous
 from .state_dict import existing_states, sharded_state_dict, weights_to_store
-from .storage.agreement import Rendezvous, exchange
+from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.flex import piece_of, write_paddle_metadata
 from .storage.format import FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import CheckpointIndex, read_index
 from .storage.plan import ReadPlan, plan_read
-from .storage.reader import check_duplicates, execute_read
+from .storage.reader import PARTIAL_STATE, check_duplicates, execute_read
 from .storage.writer import write_rank_file
+from .subjects import Stepper, Subjects, check_subjects
 from .version import __version__
 
 
@@ -79,8 +74,8 @@ def save(
     Args:
         path: the directory, the same on all ranks; missing or empty.
         model: sharded by ``fully_shard``, or a plain model, the same on every rank, of which the first rank saves all.
-        optimizer: bound to the model, or a list of such.
-        step: noted in the checkpoint.
+        optimizer: bound to the model, or a list of such; plain as the model is plain. States that it doesn't have yet are not made.
+        step: noted in the checkpoint; a whole number from 0 on.
         extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks; the first rank's are saved.
         overwrite: replace a checkpoint that is at ``path``, as a whole.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
@@ -88,26 +83,36 @@ def save(
     Raises:
         CheckpointError: on all ranks, where any failed; ``path`` is as it was before.
     """
-    rendezvous, token = _open(model)
-    check_json(extra_state, "extra_state")
+    optimizers = _as_list(optimizer)
+    rendezvous, token = _open(model, optimizers)
+    prepared: list[_Saving] = []
+
+    def prepare() -> JsonValue:
+        saving = _prepare(path, model, optimizers, step, extra_state, rendezvous.rank)
+        prepared.append(saving)
+        return [str(saving.target), saving.subjects.digest(), saving.step, overwrite]
+
+    exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
+    saving = prepared[0]
+
     def write_files(directory: Path) -> FileRecord:
-        weights = weights_to_store(model, _as_list(optimizer), rendezvous.rank)
-        pieces = [(piece_of(key, weight), bytes_of(weight.local_tensor)) for key, weight in weights.items()]
+        pieces = [(piece_of(key, weight), bytes_of(weight.local_tensor)) for key, weight in saving.weights.items()]
         return write_rank_file(directory / rank_file_name(rendezvous.rank), pieces)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         return Manifest(
-            step=step,
+            step=saving.step,
             world_size=rendezvous.world_size,
             created=utc_now(),
             versions={"paddle": paddle.__version__, "paddle_fsdp_ckpt": __version__},
-            optimizers=[_describe_optimizer(one) for one in _as_list(optimizer)],
+            optimizers=[_describe_optimizer(one) for one in saving.subjects.steppers],
             extra_state=extra_state,
             files=tuple(files),
+            tied=tuple(tuple(names) for names in saving.subjects.tied()),
         )
 
     commit_checkpoint(
-        Path(path),
+        saving.target,
         rendezvous,
         write_files=write_files,
         build_manifest=build_manifest,
@@ -131,9 +136,10 @@ def load(
     element covered. Each rank reads only what it keeps. Loading only a model lets the master weights of its optimizers follow.
 
     Args:
-        path: a directory that ``save`` made.
+        path: a directory that ``save`` made, the same on all ranks.
         model: sharded by ``fully_shard``, or plain.
-        optimizer: bound to the model, or a list of such; fresh or used. Its states become those of the checkpoint.
+        optimizer: bound to the model, or a list of such; plain as the model is plain; fresh or used. Its states become those of
+            the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -147,27 +153,103 @@ def load(
         Where the message does not say otherwise, nothing was changed on any rank.
     """
     optimizers = _as_list(optimizer)
-    if model is None and not optimizers:
-        raise MismatchError("load: give a model, an optimizer, or both")
     rendezvous, token = _open(model, optimizers)
     plans: list[_LoadPlan] = []
     with ExitStack() as stack:
-        for one in optimizers:
-            stack.enter_context(states_restored_on_error(one))
-        exchange(rendezvous, f"{token}/plan", lambda: plans.append(_plan(Path(path), model, optimizers)), lambda _: None, timeout_seconds)
+
+        def plan_all() -> JsonValue:
+            where = _absolute(path)
+            subjects = check_subjects(model, optimizers)
+            for one in subjects.steppers:
+                stack.enter_context(states_restored_on_error(one.optimizer))
+            plan = _plan(where, subjects)
+            plans.append(plan)
+            text = plan.reads.index.manifest.to_json()
+            return [str(where), subjects.digest(), hashlib.sha256(text.encode()).hexdigest()]
+
+        exchange(rendezvous, f"{token}/plan", plan_all, _check_same_loading, timeout_seconds)
     plan = plans[0]
-    exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
-    _announce(model, optimizers)
+    try:
+        exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
+    except RankFailedError as error:
+        if PARTIAL_STATE in str(error):
+            raise
+        raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
+    finally:
+        _announce(plan.subjects)
     manifest = plan.reads.index.manifest
+    _reset_gradients(plan.subjects, manifest)
     return LoadReport(
-        Path(path), manifest.step, manifest.world_size, manifest.extra_state, len(plan.weights), plan.without_state, plan.not_asked_for
+        plan.reads.index.path,
+        manifest.step,
+        manifest.world_size,
+        manifest.extra_state,
+        len(plan.weights),
+        plan.without_state,
+        plan.not_asked_for,
     )
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """What one rank is about to save, and where."""
+
+    target: Path
+    subjects: Subjects
+    step: int | None
+    weights: dict[str, ShardedWeight]
+
+
+def _prepare(
+    path: str | os.PathLike[str], model: nn.Layer | None, optimizers: Sequence[Any], step: object, extra_state: JsonValue, rank: int
+) -> _Saving:
+    target = _absolute(path)
+    if model is None:
+        raise CheckpointError("save: give the model; a checkpoint of an optimizer alone can't be told from a broken one")
+    subjects = check_subjects(model, optimizers)
+    try:
+        check_json(extra_state, "extra_state")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"nothing was saved: {error}") from error
+    return _Saving(target, subjects, _check_step(step), weights_to_store(subjects, rank))
+
+
+def _check_step(step: Any) -> int | None:
+    try:
+        number = None if step is None else operator.index(step)
+    except TypeError:
+        raise CheckpointError(f"step is {step!r:.100}, not a whole number") from None
+    if number is not None and number < 0:
+        raise CheckpointError(f"step is {number}, and steps are counted from 0 on")
+    return number
+
+
+def _check_same_saving(ranks: list[JsonValue]) -> None:
+    for what, values in zip(("path", "model and optimizers", "step", "overwrite"), zip(*ranks, strict=True), strict=True):
+        _check_same("save", what, values, "nothing was written", shown=what != "model and optimizers")
+
+
+def _check_same_loading(ranks: list[JsonValue]) -> None:
+    for what, values in zip(("path", "model and optimizers", "checkpoint"), zip(*ranks, strict=True), strict=True):
+        _check_same("load", what, values, "nothing was changed", shown=what == "path")
+
+
+def _check_same(call: str, what: str, values: Sequence[JsonValue], consequence: str, *, shown: bool) -> None:
+    for rank, value in enumerate(values):
+        if value != values[COORDINATOR]:
+            difference = (
+                f": rank {COORDINATOR} {values[COORDINATOR]!r} and rank {rank} {value!r}"
+                if shown
+                else f", rank {rank}'s from rank {COORDINATOR}'s"
+            )
+            raise RankFailedError(f"{call}: {what} must be the same on all ranks, and differ{difference}; {consequence}")
 
 
 @dataclass(frozen=True)
 class _LoadPlan:
     """What one rank will read, and into what."""
 
+    subjects: Subjects
     weights: dict[str, ShardedWeight]
     reads: ReadPlan
     without_state: list[str]
@@ -178,91 +260,186 @@ class _LoadPlan:
             execute_read(self.reads, views)
 
 
-def _plan(path: Path, model: nn.Layer | None, optimizers: Sequence[Any]) -> _LoadPlan:
+def _plan(path: Path, subjects: Subjects) -> _LoadPlan:
     index = read_index(path)
-    weights: dict[str, ShardedWeight] = {}
+    model_keys = subjects.model_keys()
+    states = _stored_states(index, model_keys)
     expected: set[str] = set()
     not_asked_for: list[str] = []
     without_state: list[str] = []
-    parameter_names = _parameter_names(model, optimizers)
-    for one in optimizers:
-        keys, absent = _match_optimizer_state(index, one)
+    weights: dict[str, ShardedWeight] = {}
+    if subjects.model is None:
+        in_states = set().union(*states.values())
+        not_asked_for += [key for key in index.stored if key not in in_states]
+    else:
+        tied = subjects.tied()
+        _check_tied(index, model_keys, tied)
+        # The values under the other names are the same, and go to the same memory.
+        others = {name for names in tied for name in names[1:]}
+        # Tensors without elements are not stored.
+        found = sharded_state_dict(subjects.model)
+        empty = {key for key, weight in found.items() if 0 in weight.global_shape}
+        weights.update({key: weight for key, weight in found.items() if key not in others and key not in empty})
+        expected |= model_keys - empty
+    if subjects.steppers:
+        _check_optimizers(index, subjects.steppers)
+    else:
+        not_asked_for += [key for keys in states.values() for key in keys]
+    for one in subjects.steppers:
+        # Where a model is given its keys say so too.
+        expected |= {name for name in one.names if name not in states}
+        keys, absent = _match_optimizer_state(one, states)
         expected |= keys
         without_state += absent
-        weights.update(existing_states(one))
-    if model is None:
-        not_asked_for += [key for key in index.stored if key in parameter_names]
-    else:
-        weights.update(sharded_state_dict(model))
-        expected |= parameter_names | {name for name, _ in named_buffers(model)}
-    if not optimizers:
-        not_asked_for += [key for key in index.stored if key not in expected and _is_state_key(key, parameter_names)]
+        weights.update(existing_states(one.optimizer, one.parameters))
     targets = [piece_of(key, weight) for key, weight in weights.items()]
-    reads = plan_read(index, targets, expected | set(not_asked_for))
+    reads = plan_read(index, targets, expected, not_asked_for)
     reads.problems.raise_if_any()
     check_duplicates(reads)
-    return _LoadPlan(weights, reads, without_state, not_asked_for)
+    return _LoadPlan(subjects, weights, reads, without_state, not_asked_for)
 
 
-def _match_optimizer_state(index: CheckpointIndex, optimizer: Any) -> tuple[set[str], list[str]]:
+def _stored_states(index: CheckpointIndex, model_keys: Collection[str]) -> dict[str, set[str]]:
+    """Return the keys of the checkpoint that are states or master weights, by the parameter's name."""
+    states: dict[str, set[str]] = {name: set() for one in _saved_optimizers(index) for name in one.names}
+    for key in index.stored:
+        name, _, state = key.rpartition(".")
+        if name in states and state.endswith("_0") and key not in model_keys:
+            states[name].add(key)
+    return states
+
+
+def _check_tied(index: CheckpointIndex, model_keys: Collection[str], tied: Sequence[Sequence[str]]) -> None:
+    """Raise where names that are of one tensor in the model are of several in the checkpoint, or the reverse."""
+    saved, mine = {tuple(names) for names in index.manifest.tied}, {tuple(names) for names in tied}
+    only_saved = [names for names in sorted(saved - mine) if all(name in model_keys for name in names)]
+    only_mine = [names for names in sorted(mine - saved) if all(name in index for name in names)]
+    if only_saved or only_mine:
+        sentences = [f"{' = '.join(names)} is one tied parameter in the checkpoint, and not in the model" for names in only_saved]
+        sentences += [f"{' = '.join(names)} is one tied parameter in the model, and not in the checkpoint" for names in only_mine]
+        raise MismatchError(
+            f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {listing(sentences)}. Tie the same "
+            "parameters of the model as when it was saved"
+        )
+
+
+@dataclass(frozen=True)
+class _SavedOptimizer:
+    """What a manifest says about one optimizer."""
+
+    cls: str
+    names: frozenset[str]
+    with_gradient: frozenset[str]
+
+
+def _saved_optimizers(index: CheckpointIndex) -> list[_SavedOptimizer]:
+    try:
+        return [_saved_optimizer(one) for one in index.manifest.optimizers]
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"the manifest of '{index.path}' doesn't describe its optimizers as save does ({error!r}); load another checkpoint"
+        ) from error
+
+
+def _saved_optimizer(value: JsonValue) -> _SavedOptimizer:
+    names = frozenset(name for group in value["groups"] for name in group["parameters"])
+    return _SavedOptimizer(value["class"], names, frozenset(value["with_gradient"]))
+
+
+def _check_optimizers(index: CheckpointIndex, steppers: Sequence[Stepper]) -> None:
+    """Raise unless each parameter that the checkpoint has is stepped by the same class of optimizer as when it was saved."""
+    saved = _saved_optimizers(index)
+    if not saved:
+        raise IncompleteCheckpointError(f"'{index.path}' was saved without an optimizer; load it with optimizer=None")
+    class_of = {name: one.cls for one in saved for name in one.names}
+    way_out = "or load the model only, with optimizer=None"
+    for one in steppers:
+        other = sorted({class_of[name] for name in one.names if name in class_of} - {one.cls})
+        if other:
+            raise MismatchError(
+                f"'{index.path}' holds the state of {listing(other)}, and the optimizer is {one.cls}; its states don't fit, and nothing was "
+                f"changed. Use the same class, {way_out}"
+            )
+    unknown = [name for one in steppers for name in sorted(one.names) if name not in class_of and name in index]
+    if unknown:
+        raise MismatchError(
+            f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {len(unknown)} parameters of the optimizer "
+            f"were in no optimizer when it was saved: {listing(unknown)}. Give the optimizer the same parameters, {way_out}"
+        )
+
+
+def _match_optimizer_state(stepper: Stepper, states: dict[str, set[str]]) -> tuple[set[str], list[str]]:
     """Let the optimizer have states for just those parameters for which the checkpoint has some.
 
     Returns:
-        The checkpoint's keys that belong to the optimizer, and the names of the parameters without state.
+        The keys that the checkpoint should have of the optimizer's parameters, and the names of the parameters without state.
     """
-    cls = type(optimizer).__name__
-    saved = index.manifest.optimizers
-    if not saved:
-        raise IncompleteCheckpointError(f"'{index.path}' was saved without an optimizer; load it with optimizer=None")
-    shards = optimizer_shards(optimizer)
-    names = {shard.slot.name for shard in shards}
-    mine = [one for one in saved if names & {name for group in one["groups"] for name in group["parameters"]}]
-    if mine and all(one["class"] != cls for one in mine):
-        raise MismatchError(
-            f"'{index.path}' holds the state of {mine[0]['class']}, and the optimizer is {cls}; its states don't fit. Use the same class, "
-            "or load the model only, with optimizer=None"
-        )
-    suffixes = state_suffixes(optimizer)
-    keys_of = {shard.slot.name: {f"{shard.slot.name}.{suffix}" for suffix in suffixes} & index.keys() for shard in shards}
-    absent = [shard for shard in shards if not keys_of[shard.slot.name]]
-    drop_states(optimizer, {id(shard) for shard in absent})
-    create_states(optimizer, {id(shard) for shard in shards if keys_of[shard.slot.name]})
-    return set().union(*keys_of.values()), [shard.slot.name for shard in absent if not shard.parameter.stop_gradient]
+    absent = [one for one in stepper.parameters if not states.get(one.slot.name)]
+    drop_states(stepper.optimizer, absent)
+    create_states(stepper.optimizer, [one for one in stepper.parameters if states.get(one.slot.name)])
+    # Of the parameters of which this rank keeps nothing it makes no states; those ranks judge that do.
+    elsewhere = [states.get(one.slot.name, set()) for one in stepper.parameters if not one.range.numel]
+    return set().union(*elsewhere), [one.slot.name for one in absent if not one.parameter.stop_gradient]
 
 
-def _announce(model: nn.Layer | None, optimizers: Sequence[Any]) -> None:
+def _announce(subjects: Subjects) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
-    runtime = None if model is None else runtime_of(model)
-    if runtime is not None:
-        for unit in runtime.units:
-            unit.changed()
-        loaded = {id(shard) for one in optimizers for shard in optimizer_shards(one)}
-        runtime.parameters_written([shard for shard in runtime.shards if id(shard) not in loaded])
+    runtime = subjects.runtime
+    if subjects.model is None:
+        return
+    if runtime is None:
+        for parameter in subjects.model.parameters():
+            parameter._bump_inplace_version()
+        return
+    for unit in runtime.units:
+        unit.changed()
+    loaded = {id(one) for stepper in subjects.steppers for one in stepper.parameters}
+    runtime.parameters_written([shard for shard in runtime.shards if id(shard) not in loaded])
 
 
-def _parameter_names(model: nn.Layer | None, optimizers: Sequence[Any]) -> set[str]:
-    names = {name for one in optimizers for shard in optimizer_shards(one) for name in shard.slot.names}
-    return names if model is None else names | {name for named in named_parameters(model) for name in named.names}
+def _reset_gradients(subjects: Subjects, manifest: Manifest) -> None:
+    """Let the parameters that had a gradient when they were saved have one of zeros, and the others none.
+
+    Paddle's ``clear_grad()`` leaves zeros, and a parameter with zeros is stepped by its momentum where one without is not.
+    """
+    with_gradient = {name for one in manifest.optimizers for name in one["with_gradient"]}
+    for stepper in subjects.steppers:
+        for one in stepper.parameters:
+            present = one.slot.name in with_gradient
+            if isinstance(one, ParameterShard):
+                one.reset_gradient(present)
+            elif present and not one.parameter.stop_gradient:
+                one.parameter.grad = paddle.zeros_like(one.parameter)
+            else:
+                one.parameter.clear_gradient(False)
 
 
-def _is_state_key(key: str, parameter_names: Collection[str]) -> bool:
-    """Tell whether a key of the checkpoint is a state, or the master weight, of one of these parameters."""
-    name, _, state = key.rpartition(".")
-    return name in parameter_names and state.endswith("_0")
+def _describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
+    with_gradient = [
+        one.slot.name
+        for one in stepper.parameters
+        if (one.has_gradient or one.got_gradient if isinstance(one, ParameterShard) else one.parameter.grad is not None)
+    ]
+    return {"class": stepper.cls, "groups": [{"parameters": names} for names in stepper.groups()], "with_gradient": with_gradient}
 
 
-def _describe_optimizer(optimizer: Any) -> dict[str, JsonValue]:
-    groups = [{"parameters": [parameter._shard.slot.name for parameter in group["params"]]} for group in parameter_groups(optimizer)]
-    return {"class": type(optimizer).__name__, "groups": groups}
+def _open(model: object, optimizers: Sequence[object]) -> tuple[Rendezvous, str]:
+    """Return where the ranks over which the objects are sharded meet, and a token for this meeting.
 
-
-def _open(model: nn.Layer | None, optimizers: Sequence[Any] = ()) -> tuple[Rendezvous, str]:
-    """Return where the ranks over which the objects are sharded meet, and a token for this meeting."""
-    runtime = None if model is None else runtime_of(model)
+    Whatever the objects are: what is wrong with them must be said at the meeting.
+    """
+    runtime = runtime_of(model) if isinstance(model, nn.Layer) else None
     for one in optimizers:
-        if binding_of(one) is not None:
-            runtime = runtime or optimizer_shards(one)[0].unit.runtime
+        if runtime is None and model is None and isinstance(one, paddle.optimizer.Optimizer) and binding_of(one) is not None:
+            runtime = optimizer_shards(one)[0].unit.runtime
     return open_rendezvous(default_group() if runtime is None else runtime.communicator.group)
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"path is {path!r:.100}; give the directory of a checkpoint, as a str or Path")
+    return Path(os.path.abspath(text))
 
 
 def _as_list(optimizer: Any) -> list[Any]:

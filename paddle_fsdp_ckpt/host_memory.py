@@ -11,12 +11,12 @@ import paddle
 
 
 def bytes_of(tensor: paddle.Tensor) -> memoryview:
-    """Return a tensor's values as bytes, row-major: on CPU its own memory, writable; else a copy in host memory.
+    """Return a tensor's values as bytes, row-major: its own memory where that is on CPU and contiguous, writable; else a copy.
 
-    The tensor must outlive the view, be contiguous and not be resized.
+    The tensor must outlive the view and not be resized.
     """
     # .numpy() of a view copies the whole flat buffer on CPU, and from_dlpack knows no bfloat16.
-    on_host = tensor if tensor.place.is_cpu_place() else tensor.cpu()
+    on_host = tensor if _is_direct(tensor) else tensor.contiguous().cpu()
     nbytes = int(on_host.size) * on_host.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
@@ -26,14 +26,18 @@ def bytes_of(tensor: paddle.Tensor) -> memoryview:
     return view
 
 
+def _is_direct(tensor: paddle.Tensor) -> bool:
+    return bool(tensor.place.is_cpu_place()) and bool(tensor.is_contiguous())
+
+
 @contextmanager
 def destinations(tensors: Sequence[paddle.Tensor]) -> Iterator[list[memoryview]]:
-    """Give bytes to write the tensors' values into: on CPU their own memory, else host memory that is copied to them at the end."""
+    """Give bytes to write the tensors' values into: their own memory where :func:`bytes_of` gives that, else copied to them at the end."""
     views = [bytes_of(tensor) for tensor in tensors]
     yield views
     with paddle.no_grad():
         for tensor, view in zip(tensors, views, strict=True):
-            if not tensor.place.is_cpu_place():
+            if not _is_direct(tensor) and tensor.size:
                 host = paddle.empty(tensor.shape, dtype=tensor.dtype).cpu()
                 bytes_of(host)[:] = view
                 paddle.assign(host, tensor)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
+import stat
 import time
 from collections import defaultdict
+from collections.abc import Collection
+from contextlib import suppress
 
 import paddle.distributed as dist
 
@@ -23,6 +28,7 @@ class StoreRendezvous:
         self.rank = rank
         self.world_size = world_size
         self._store = core.create_or_get_global_tcp_store()
+        _send_without_delay(_master_ports())
 
     def put(self, key: str, value: bytes) -> None:
         """Set ``key``, which is not set yet."""
@@ -44,6 +50,32 @@ class StoreRendezvous:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return bytes(self._store.get(key))
+
+
+def _master_ports() -> set[int]:
+    """Return the ports at which, by the environment that Paddle's launcher sets, the job's store may listen."""
+    endpoints = [
+        os.environ.get("PADDLE_MASTER", ""),
+        f":{os.environ.get('MASTER_PORT', '')}",
+        os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").partition(",")[0],
+    ]
+    ports = [endpoint.rpartition(":")[2] for endpoint in endpoints]
+    return {int(port) for port in ports if port.isdigit()}
+
+
+def _send_without_delay(ports: Collection[int]) -> None:
+    """Set TCP_NODELAY on this process's connections to the job's store.
+
+    Paddle 3.3.1's client sends a request in several small parts and does not set it, so that each request waits 40 ms for a delayed
+    acknowledgement (measured: 46 ms for an ``add``, 0.09 ms afterwards). Where the connection is not found, it only stays slow.
+    """
+    with suppress(OSError):  # No /proc, or no access to it.
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # A descriptor closed meanwhile, no socket, or one that is not connected.
+                if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] in ports:
+                            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class OneRank:

@@ -13,7 +13,8 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .fsdp import ParameterShard, named_buffers, named_parameters, runtime_of
-from .optim import OptimizerState, StateKind, init_optimizer_state, optimizer_states
+from .optim import OptimizerState, StateKind, SteppedParameter, WholeParameter, init_optimizer_state, optimizer_states
+from .subjects import Subjects, check_tensors
 
 __all__ = ["init_optimizer_state", "optimizer_sharded_state_dict", "sharded_state_dict"]
 
@@ -28,7 +29,11 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
         For each parameter of which this rank keeps a piece, and each of its names: a 1-D view with ``is_flattened=True``, and
         the piece as ``flattened_range`` of the flattened parameter; in a world of one rank, a view of the whole shape.
         Buffers, such as BatchNorm's running mean, are replicated.
+
+    Raises:
+        ShardingError: the model is a part of a sharded one, holds one, or is distributed by somebody else.
     """
+    check_tensors(model)
     weights: dict[str, ShardedWeight] = {}
     runtime = runtime_of(model)
     if runtime is None:
@@ -62,25 +67,29 @@ def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
     return existing_states(optimizer)
 
 
-def existing_states(optimizer: Any) -> dict[str, ShardedWeight]:
+def existing_states(optimizer: Any, parameters: Sequence[SteppedParameter] | None = None) -> dict[str, ShardedWeight]:
     """Return what :func:`optimizer_sharded_state_dict` returns, of the states that there are."""
-    return {state.key: _weight(state) for state in optimizer_states(optimizer)}
+    return {state.key: _weight(state) for state in optimizer_states(optimizer, parameters)}
 
 
-def weights_to_store(model: nn.Layer, optimizers: Sequence[Any], rank: int) -> dict[str, ShardedWeight]:
+def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
     """Return what this rank's file holds of a model and its optimizers: every value in the file of just one rank.
 
-    Buffers, and a plain model, are stored by rank 0; a scalar state by the rank that keeps the parameter's first element.
+    Only states that there are; none is created. Buffers, and what is plain, are stored by rank 0; a scalar state by the rank
+    that keeps the parameter's first element.
     """
-    weights = sharded_state_dict(model)
-    if rank > 0:
-        replicated = weights if runtime_of(model) is None else [name for name, _ in named_buffers(model)]
-        weights = {key: weight for key, weight in weights.items() if key not in replicated}
-    for optimizer in optimizers:
-        _ensure_state(optimizer)
-        for state in optimizer_states(optimizer):
-            if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
-                weights[state.key] = _weight(state)
+    weights: dict[str, ShardedWeight] = {}
+    is_plain = subjects.runtime is None
+    if subjects.model is not None:
+        weights.update(sharded_state_dict(subjects.model))
+        if rank > 0:
+            replicated = set(weights) if is_plain else {name for name, _ in named_buffers(subjects.model)}
+            weights = {key: weight for key, weight in weights.items() if key not in replicated}
+    for stepper in subjects.steppers:
+        if rank == 0 or not is_plain:
+            for state in optimizer_states(stepper.optimizer, stepper.parameters):
+                if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
+                    weights[state.key] = _weight(state)
     return weights
 
 
@@ -90,7 +99,8 @@ def _ensure_state(optimizer: Any) -> None:
 
 
 def _weight(state: OptimizerState) -> ShardedWeight:
-    if state.kind is StateKind.ELEMENTWISE:
+    if state.kind is StateKind.ELEMENTWISE and not isinstance(state.shard, WholeParameter):
+        assert isinstance(state.shard, ParameterShard)
         return _elementwise(state.key, state.shard, state.tensor)
     return _replicated(state.key, state.tensor)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import paddle.distributed as dist
 from paddle import nn
 
-from .fsdp import GradientReduction, check_model, shard_model
+from .fsdp import GradientReduction, shard_model
 from .optim import bind_optimizer, check_optimizer
 
 _BIND_LATER: Any = object()
@@ -42,12 +42,16 @@ def fully_shard(
     Raises:
         ShardingError: the model is sharded already, has no parameters, has parameters that can't be sharded, or differs between ranks.
         UnsupportedOptimizerError: the optimizer can't step a sharded model.
+        RankFailedError: another rank raised one of these. Nothing was changed on any rank.
     """
     optimizers = _as_list(optimizer)
-    about_to_shard = {id(named.parameter) for named in check_model(model)}
-    for one in optimizers:
-        check_optimizer(one, about_to_shard)
-    runtime = shard_model(model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, optimizers=len(optimizers))
+
+    def check(about_to_shard: Collection[int]) -> list[str]:
+        for one in optimizers:
+            check_optimizer(one, about_to_shard)
+        return [type(one).__name__ for one in optimizers]
+
+    runtime = shard_model(model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, check=check)
     runtime.steps_by_hand = optimizer is None
     for one in optimizers:
         bind_optimizer(one)

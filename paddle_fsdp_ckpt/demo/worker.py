@@ -92,9 +92,7 @@ def train_step(training: Training, batches: Batches, step: int) -> float:
     loss = F.cross_entropy(scores.reshape([-1, VOCABULARY]), paddle.to_tensor(labels).reshape([-1]))
     loss.backward()
     training.optimizer.step()
-    # Dropped, not set to zero: else an expert without tokens is moved by its momentum if it had tokens before in this process, but
-    # stays where it is if not, so that a resumed run differs from an uninterrupted one, as it does with Paddle alone.
-    training.optimizer.clear_grad(set_to_zero=False)
+    training.optimizer.clear_grad()
     training.schedule.step()
     return _mean_over_ranks(loss)
 

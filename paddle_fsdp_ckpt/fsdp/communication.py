@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from ..errors import ShardingError
+from ..errors import CheckpointError, RankFailedError, ShardingError
 
 
 class Communicator:
@@ -18,11 +19,17 @@ class Communicator:
         rank: this process's place in the group.
         world_size: how many ranks the group has.
         group: Paddle's group, or None for one rank without a process group.
+
+    Raises:
+        ShardingError: this process is not in the group.
     """
 
     def __init__(self, group: dist.communication.group.Group | None) -> None:
+        if group is not None and dist.get_rank() not in group.ranks:
+            raise ShardingError(f"this process is not in the group of ranks {list(group.ranks)} that it was told to shard over")
         self.group = group
-        self.rank: int = 0 if group is None else group.rank
+        # Paddle gives the one member of a group of one the rank -1.
+        self.rank: int = 0 if group is None else max(0, group.rank)
         self.world_size: int = 1 if group is None else group.nranks
         self._has_reduce_scatter = group is None or paddle.is_compiled_with_cuda()
 
@@ -70,6 +77,19 @@ class Communicator:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return np.asarray(tensor.numpy())
 
+    def raise_together(self, error: CheckpointError | None) -> None:
+        """Raise on every rank where one has an error: its own there, and on the others one that names it. A collective operation.
+
+        Raises:
+            RankFailedError: another rank has an error.
+        """
+        failed = int(self.max_of_integers(np.array([-1 if error is None else self.rank], dtype=np.int32))[0])
+        if error is not None:
+            raise error
+        if failed >= 0:
+            assert self.group is not None
+            raise RankFailedError(f"rank {self.group.ranks[failed]} refused; its own error says why. Nothing was changed on this rank")
+
     def check_same(self, what: str, text: str) -> None:
         """Raise on every rank where ``text`` differs between ranks.
 
@@ -86,20 +106,40 @@ def default_group() -> dist.communication.group.Group | None:
     """Return fleet's sharding group where fleet shards, else the group of all ranks; None without a process group.
 
     Raises:
-        ShardingError: fleet was set up with ``dp_degree > 1``, which is not supported yet.
+        ShardingError: fleet was set up with another kind of parallelism, see :func:`check_fleet`.
     """
+    check_fleet()
     if not dist.is_initialized():
         return None
+    hybrid = _fleet_topology()
+    if hybrid is not None and hybrid.get_sharding_parallel_world_size() > 1:
+        return hybrid.get_sharding_parallel_group()
+    return dist.get_group(0)
+
+
+def check_fleet() -> None:
+    """Raise where fleet was set up with another kind of parallelism than sharding.
+
+    Raises:
+        ShardingError: ranks outside the sharding group would hold other parameters, or other copies, under the same names.
+    """
+    hybrid = _fleet_topology()
+    if hybrid is None:
+        return
+    degrees = {
+        "dp_degree": hybrid.get_data_parallel_world_size(),
+        "mp_degree": hybrid.get_model_parallel_world_size(),
+        "pp_degree": hybrid.get_pipe_parallel_world_size(),
+        "sep_degree": hybrid.get_sep_parallel_world_size(),
+    }
+    for name, degree in degrees.items():
+        if degree > 1:
+            raise ShardingError(
+                f"fleet was set up with {name}={degree}, which is not supported together with fully_shard yet; give all ranks to sharding_degree"
+            )
+
+
+def _fleet_topology() -> Any:
     from paddle.distributed import fleet
 
-    hybrid = getattr(fleet.fleet, "_hcg", None)
-    if hybrid is not None:
-        data_parallel = hybrid.get_data_parallel_world_size()
-        if data_parallel > 1:
-            raise ShardingError(
-                f"fleet was set up with dp_degree={data_parallel}: data parallelism over the shards is not supported yet; "
-                "give all those ranks to sharding_degree"
-            )
-        if hybrid.get_sharding_parallel_world_size() > 1:
-            return hybrid.get_sharding_parallel_group()
-    return dist.get_group(0)
+    return getattr(fleet.fleet, "_hcg", None)

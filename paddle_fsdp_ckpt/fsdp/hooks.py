@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import paddle
 from paddle import nn
@@ -27,6 +27,10 @@ class WatchedParameters(dict[str, Any]):
         if isinstance(parameter, ShardedParameter):
             self._runtime.use_outside_unit(parameter._shard)
         return parameter
+
+    def values(self) -> Any:
+        """The parameters themselves, made whole as by a look-up: what iterating over an ``nn.ParameterList`` reads."""
+        return (self[name] for name in self)
 
     def __setitem__(self, name: str, parameter: EagerParamBase | None) -> None:
         if parameter is not None and parameter is not self.get(name):
@@ -80,14 +84,34 @@ class ModelHooks:
         """Notice when a parameter of the layer is used outside its unit's forward."""
         layer.__dict__["_parameters"] = WatchedParameters(self._runtime, layer._parameters)
 
-    def refuse_state_dict(self, layer: nn.Layer) -> None:
-        """Make the layer's state dict, which would hold dataless parameters, an error that says what to use."""
+    def refuse_copies(self, layer: nn.Layer) -> None:
+        """Make what would copy dataless parameters out of the layer, or data into them, an error that says what to use."""
+        for names, message in _REFUSED.items():
+            for name in names:
+                layer.__dict__[name] = _Refusal(message)
 
-        def state_dict(*_args: Any, **_kwargs: Any) -> Any:
-            raise ShardingError(
-                "state_dict() of a sharded model would hold no data: use paddle_fsdp_ckpt.save, or "
-                "paddle_fsdp_ckpt.sharded_state_dict(model) with paddle.distributed.save_state_dict"
-            )
 
-        for name in ("state_dict", "to_static_state_dict"):
-            layer.__dict__[name] = state_dict
+class _Refusal:
+    """Stands in for a method that a sharded layer can't have."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ShardingError(self._message)
+
+
+# A layer around a sharded one asks it for its _state_dict_impl, not for its state_dict.
+_REFUSED = {
+    ("state_dict", "to_static_state_dict", "_state_dict_impl"): (
+        "state_dict() of a sharded model would hold no data: use paddle_fsdp_ckpt.save, or "
+        "paddle_fsdp_ckpt.sharded_state_dict(model) with paddle.distributed.save_state_dict"
+    ),
+    ("set_state_dict", "set_dict", "load_dict"): (
+        "set_state_dict() can't fill a sharded model: fill it before fully_shard, use paddle_fsdp_ckpt.load, or "
+        "parameter.set_value(whole value) for each parameter"
+    ),
+    ("__deepcopy__", "__reduce_ex__"): (
+        "a sharded model can't be copied or pickled: copy it before fully_shard, or use paddle_fsdp_ckpt.save and load"
+    ),
+}

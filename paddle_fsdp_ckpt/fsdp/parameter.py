@@ -41,7 +41,7 @@ class ShardedParameter(EagerParamBase):
 
     def _grad_ivar(self) -> paddle.Tensor | None:
         # What Paddle's optimizers and GradScaler read.
-        self._shard.unit.runtime.check_bound()
+        self._shard.unit.runtime.check_stepping(self._shard)
         return self._shard.gradient()
 
     def clear_gradient(self, set_to_zero: bool = True) -> None:
@@ -65,6 +65,10 @@ class ShardedParameter(EagerParamBase):
     def numpy(self) -> np.ndarray:
         """Return the whole value while the parameter is whole; an error otherwise."""
         return np.asarray(self._data().numpy())
+
+    def item(self, *args: int) -> Any:
+        """Return one value while the parameter is whole; an error otherwise."""
+        return self._data().item(*args)
 
     def tolist(self) -> Any:
         """Return the whole value while the parameter is whole; an error otherwise."""

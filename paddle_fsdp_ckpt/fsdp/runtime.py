@@ -6,6 +6,7 @@ reaches a layer's outputs, an optimizer steps. A journal of the order is compare
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -54,6 +55,7 @@ class Runtime:
         self.hooks: ModelHooks | None = None
         self._gradient_mean = gradient_reduction == "mean"
         self._running_forwards = 0
+        self._optimizers_stepping = 0
         self._journal = 0
         self._failure: CheckpointError | None = None
         self._showing_local: set[int] = set()
@@ -96,6 +98,19 @@ class Runtime:
             raise UnboundOptimizerError(
                 "the model is sharded but no optimizer is bound to it, so its training would go wrong; call "
                 "fully_shard(model, optimizer=opt) or bind_optimizer(opt), or fully_shard(model, optimizer=None) to step it yourself"
+            )
+
+    def check_stepping(self, shard: ParameterShard) -> None:
+        """Raise where an optimizer reads gradients that is not bound, as it would step parameters that hold no data.
+
+        Raises:
+            UnboundOptimizerError: it is not bound, and the parameter is not this rank's piece at the moment either.
+        """
+        self.check_bound()
+        if not self._optimizers_stepping and shard.index not in self._showing_local:
+            raise UnboundOptimizerError(
+                f"{shard.describe()}: an optimizer (or GradScaler, which is not supported) reads its gradient and is not bound to the model; call "
+                "bind_optimizer(opt), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
 
     def add_observer(self, observer: WeightsObserver) -> None:
@@ -193,7 +208,7 @@ class Runtime:
         if self._running_forwards and not (unit.uses and unit.is_filled):
             unit.held = True
             self._make_whole(unit)
-        elif unit.in_backward and not unit.is_filled:  # recompute runs pieces of a layer's forward in its backward
+        elif not unit.is_filled and _in_backward_of_pylayer():
             self._make_whole(unit)
 
     def _make_whole(self, unit: Unit, fill: bool = True) -> None:
@@ -234,6 +249,16 @@ class Runtime:
         self.check_bound()
         self.release_all()
         self._reduce_gradients()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A bound optimizer steps inside the block."""
+        self.begin_step()
+        self._optimizers_stepping += 1
+        try:
+            yield
+        finally:
+            self._optimizers_stepping -= 1
 
     def reduce_pending_gradients(self) -> None:
         """Reduce the gradients that are still pending. A collective operation where there are any."""
@@ -301,6 +326,16 @@ class _BackwardCall:
     def __call__(self, gradient: paddle.Tensor) -> None:
         first, self._first = self._first, False
         self._runtime.begin_backward(self._units, first)
+
+
+def _in_backward_of_pylayer() -> bool:
+    """Tell whether the backward of a PyLayer is running, as recompute's is when it runs pieces of a forward again."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "backward" and isinstance(frame.f_locals.get("ctx"), paddle.autograd.PyLayerContext):
+            return True
+    return False
 
 
 def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:

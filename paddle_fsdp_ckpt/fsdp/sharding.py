@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import paddle.distributed as dist
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from ..errors import ShardingError, listing
+from ..errors import CheckpointError, ShardingError, listing
 from ..layout import ITEM_SIZES, build_flat_buffer
-from .communication import Communicator, default_group
+from .communication import Communicator, check_fleet, default_group
 from .hooks import ModelHooks
 from .parameter import ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
@@ -25,18 +25,44 @@ def shard_model(
     group: dist.communication.group.Group | None,
     unit_layers: Sequence[type[nn.Layer] | str] | None,
     gradient_reduction: GradientReduction,
-    optimizers: int,
+    check: Callable[[Collection[int]], Sequence[str]],
 ) -> Runtime:
-    """Do what ``fully_shard`` promises, save the optimizers, of which only the number is compared between ranks."""
-    if gradient_reduction not in ("mean", "sum"):
-        raise ShardingError(f"gradient_reduction is 'mean' or 'sum', not {gradient_reduction!r}")
-    parameters = check_model(model)
+    """Do what ``fully_shard`` promises, save binding the optimizers.
+
+    Args:
+        model: changed only when everything was found good on every rank.
+        group: as for ``fully_shard``.
+        unit_layers: as for ``fully_shard``.
+        gradient_reduction: as for ``fully_shard``.
+        check: called with the ids of the model's parameters before anything changes; raises what speaks against sharding them, and
+            returns what must be the same on every rank.
+    """
+    check_fleet()
     communicator = Communicator(group if group is not None else default_group())
-    plan = plan_units(model, unit_layers)
-    described = [(named.names, named.parameter.shape, str(named.parameter.dtype), named.parameter.stop_gradient) for named in parameters]
-    units = [(unit.name, len(unit.parameters)) for unit in plan.units]
-    communicator.check_same("the model", repr((described, units, gradient_reduction, optimizers)))
+    described, error = "", None
+    try:
+        if gradient_reduction not in ("mean", "sum"):
+            raise ShardingError(f"gradient_reduction is 'mean' or 'sum', not {gradient_reduction!r}")
+        parameters = check_model(model)
+        plan = plan_units(model, unit_layers)
+        others = check({id(named.parameter) for named in parameters} | {id(buffer) for _, buffer in named_buffers(model)})
+        described = repr((_describe(model, parameters), [_outline(unit) for unit in plan.units], gradient_reduction, others))
+    except CheckpointError as one:
+        error = one
+    communicator.raise_together(error)
+    communicator.check_same("the model", described)
     return _shard(model, plan, communicator, gradient_reduction)
+
+
+def _describe(model: nn.Layer, parameters: Sequence[NamedParameter]) -> object:
+    return (
+        [(named.names, named.parameter.shape, str(named.parameter.dtype), named.parameter.stop_gradient) for named in parameters],
+        [(name, buffer.shape, str(buffer.dtype)) for name, buffer in named_buffers(model)],
+    )
+
+
+def _outline(unit: UnitPlan) -> object:
+    return unit.name, [named.names[0] for named in unit.parameters]
 
 
 @contextmanager
@@ -76,12 +102,14 @@ def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradien
             index += len(members)
     for _, buffer_tensor in named_buffers(model):
         communicator.broadcast_from_first(buffer_tensor)
+        if isinstance(buffer_tensor, EagerParamBase):
+            buffer_tensor._stays_whole = True
     for hooked in plan.hooked:
         hooks.watch_layer(hooked.layer, [live[id(unit_plan)] for unit_plan in hooked.units])
     hooks.watch_model(model)
     for layer in {id(layer): layer for _, layer in walk(model)}.values():
         hooks.watch_parameters(layer)
-        hooks.refuse_state_dict(layer)
+        hooks.refuse_copies(layer)
     model.__dict__[RUNTIME_ATTRIBUTE] = runtime
     return runtime
 

@@ -184,6 +184,13 @@ class ParameterShard:
             self.got_gradient = set_to_zero
         self.buffer.note_zero(self)
 
+    def reset_gradient(self, present: bool) -> None:
+        """Let there be a gradient of zeros, or none, whatever there was; the same on every rank."""
+        self.got_gradient = False
+        self.has_gradient = present
+        self.buffer.zero_pending(self.slot)
+        self.buffer.note_zero(self)
+
 
 class _GradientHook:
     """Called by Paddle when the parameter's gradient of one backward is complete."""

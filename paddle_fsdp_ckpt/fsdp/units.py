@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from ..errors import ShardingError, listing
+
+
+ROOT = "(model)"
+"""Name of the unit of the parameters that the model itself holds; no layer's name."""
 
 
 @dataclass
@@ -44,21 +49,32 @@ class ModelPlan:
 
 
 def named_parameters(model: nn.Layer) -> list[NamedParameter]:
-    """Return each parameter once, with all its structured names (more than one when tied)."""
+    """Return each parameter once, with all its structured names (more than one when tied); running statistics count as buffers."""
     by_id: dict[int, NamedParameter] = {}
     for prefix, layer in walk(model):
         for short_name, parameter in layer._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not is_statistic(layer, short_name):
                 by_id.setdefault(id(parameter), NamedParameter(parameter, [])).names.append(join(prefix, short_name))
     return list(by_id.values())
 
 
-def named_buffers(model: nn.Layer) -> Iterator[tuple[str, object]]:
-    """Yield (structured name, tensor) of every persistable buffer, such as BatchNorm's running mean."""
+def named_buffers(model: nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
+    """Yield (structured name, tensor) of every persistable buffer, and of running statistics, such as BatchNorm's mean."""
     for prefix, layer in walk(model):
+        for short_name, parameter in layer._parameters.items():
+            if parameter is not None and is_statistic(layer, short_name):
+                yield join(prefix, short_name), parameter
         for short_name, buffer in layer._buffers.items():
             if buffer is not None and short_name not in layer._non_persistable_buffer_names_set:
                 yield join(prefix, short_name), buffer
+
+
+def is_statistic(layer: nn.Layer, short_name: str) -> bool:
+    """Tell whether a layer's parameter is a running statistic: Paddle makes it a Parameter, and writes to it in each forward.
+
+    Each rank has its own, of the data that it saw, as in data-parallel training.
+    """
+    return isinstance(layer, _NORMS_WITH_STATISTICS) and short_name in ("_mean", "_variance")
 
 
 def plan_units(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | None) -> ModelPlan:
@@ -84,11 +100,11 @@ def plan_units(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | No
     def visit(prefix: str, layer: nn.Layer, block: tuple[str, nn.Layer] | None, above: tuple[int, ...]) -> None:
         block = (prefix, layer) if id(layer) in blocks else block
         name, unit_layer = block or (prefix, layer)
-        for parameter in layer._parameters.values():
-            if parameter is None:
+        for short_name, parameter in layer._parameters.items():
+            if parameter is None or is_statistic(layer, short_name):
                 continue
             if id(parameter) not in unit_of:
-                plan = plans.setdefault(id(unit_layer), UnitPlan(name or "model"))
+                plan = plans.setdefault(id(unit_layer), UnitPlan(name or ROOT))
                 plan.parameters.append(names[id(parameter)])
                 unit_of[id(parameter)] = plan
             hooked = needed.setdefault(id(unit_layer), HookedLayer(unit_layer, []))
@@ -115,6 +131,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+_NORMS_WITH_STATISTICS = (nn.BatchNorm, nn.layer.norm._BatchNormBase)
 _CONTAINERS = (nn.LayerList, nn.LayerDict, nn.Sequential)
 
 
@@ -125,7 +142,8 @@ def _children(layer: nn.Layer) -> list[tuple[str, nn.Layer]]:
 def _repeated_blocks(model: nn.Layer) -> set[int]:
     """Return the ids of the outermost layers that look like blocks.
 
-    A block hangs in a LayerList, LayerDict or Sequential, or has sub-layers and a sibling of its own class.
+    A block hangs in a LayerList, LayerDict or Sequential, or has sub-layers and a sibling of its own class, or is a container that
+    computes by itself.
     """
     found: set[int] = set()
 
@@ -133,13 +151,20 @@ def _repeated_blocks(model: nn.Layer) -> set[int]:
         children = [child for _, child in _children(parent)]
         for child in children:
             repeated = bool(child._sub_layers) and sum(type(other) is type(child) for other in children) > 1
-            if (isinstance(parent, _CONTAINERS) or repeated) and not isinstance(child, _CONTAINERS):
+            if _runs_own_code(child) and (isinstance(child, _CONTAINERS) or isinstance(parent, _CONTAINERS) or repeated):
                 found.add(id(child))
             else:
                 visit(child)
 
+    if isinstance(model, _CONTAINERS) and _runs_own_code(model):
+        found.add(id(model))
     visit(model)
     return found
+
+
+def _runs_own_code(layer: nn.Layer) -> bool:
+    """Tell whether a layer is more than a container; nn.LSTM, for one, is a LayerList that uses its cells' weights itself."""
+    return all(type(layer).forward is not container.forward for container in _CONTAINERS)
 
 
 def _matching_layers(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str]) -> set[int]:

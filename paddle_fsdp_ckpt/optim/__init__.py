@@ -4,11 +4,13 @@ from .binding import bind_optimizer, binding_of, check_optimizer, optimizer_shar
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of
 from .registry import (
     OptimizerState,
+    SteppedParameter,
+    WholeParameter,
+    check_bound,
     create_states,
     drop_states,
     init_optimizer_state,
     optimizer_states,
-    state_suffixes,
     states_restored_on_error,
 )
 
@@ -17,8 +19,11 @@ __all__ = [
     "OptimizerEntry",
     "OptimizerState",
     "StateKind",
+    "SteppedParameter",
+    "WholeParameter",
     "bind_optimizer",
     "binding_of",
+    "check_bound",
     "check_optimizer",
     "create_states",
     "drop_states",
@@ -27,6 +32,5 @@ __all__ = [
     "optimizer_shards",
     "optimizer_states",
     "parameter_groups",
-    "state_suffixes",
     "states_restored_on_error",
 ]

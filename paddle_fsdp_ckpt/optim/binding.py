@@ -55,7 +55,8 @@ def optimizer_shards(optimizer: Any) -> list[ParameterShard]:
         ShardingError: it holds parameters that are not sharded, or none.
     """
     check_parameters(optimizer)
-    return [parameter._shard for group in parameter_groups(optimizer) for parameter in group["params"]]
+    parameters = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
+    return [parameter._shard for parameter in parameters if isinstance(parameter, ShardedParameter)]
 
 
 def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> None:
@@ -65,7 +66,7 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
         ShardingError: naming the parameters.
     """
     parameters = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
-    foreign = [p.name for p in parameters if not isinstance(p, ShardedParameter) and id(p) not in about_to_shard]
+    foreign = [p.name for p in parameters if not (isinstance(p, ShardedParameter) or hasattr(p, "_stays_whole") or id(p) in about_to_shard)]
     if not parameters:
         raise ShardingError(f"{type(optimizer).__name__}: it holds no parameters; give it model.parameters()")
     if foreign:
@@ -131,20 +132,20 @@ class _Binding:
                     paddle.assign(shard.local.astype(master.dtype), master)
 
     def _sharded_step(self) -> Any:
-        self._begin()
-        return self._step()
+        _check_paddles_own_runtime()
+        with ExitStack() as stack:
+            for runtime in self._runtimes:
+                stack.enter_context(runtime.stepping())
+            return self._step()
 
     def _collect_gradients(self, loss: paddle.Tensor, *_: Any, parameters: Sequence[Any] | None = None, **__: Any) -> list[tuple[Any, Any]]:
         # What minimize calls; Paddle's own reads gradients past the parameters' Python face.
-        self._begin()
-        wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
-        pairs = [(parameter, parameter._grad_ivar()) for parameter in wanted if not parameter.stop_gradient]
-        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-
-    def _begin(self) -> None:
         _check_paddles_own_runtime()
         for runtime in self._runtimes:
             runtime.begin_step()
+        wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
+        pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
+        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
     def _apply_optimize_to_local(self, loss: Any, startup_program: Any, params_grads: Any, param_group_idx: int = 0) -> Any:
         pairs = params_grads["params"] if isinstance(params_grads, dict) else params_grads

@@ -6,20 +6,56 @@ It reads the optimizer's own tables, ``_accumulators`` and ``_master_weights``, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError
-from ..fsdp import ParameterShard
+from ..fsdp import ParameterShard, ShardedParameter
+from ..layout import Range, Slot
 from .binding import binding_of, optimizer_shards, parameter_groups
 from .catalog import StateKind, entry_of, state_name
 
 MASTER_WEIGHT_KEY = "w_0"
 """What follows a parameter's name in the key of its master weight."""
+
+_GROUP_SETTINGS = ("_beta1", "_beta2", "_epsilon", "_lazy_mode", "_weight_decay")
+"""What Paddle sets anew on the optimizer itself for each param group that it works on."""
+
+
+class SteppedParameter(Protocol):
+    """A parameter that an optimizer holds: a :class:`~..fsdp.ParameterShard`, or a :class:`WholeParameter`."""
+
+    @property
+    def slot(self) -> Slot:
+        """Its names and shape."""
+        ...
+
+    @property
+    def range(self) -> Range:
+        """What this rank keeps of it."""
+        ...
+
+    @property
+    def parameter(self) -> Any:
+        """Paddle's parameter."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class WholeParameter:
+    """A parameter of a plain model, which every rank keeps whole."""
+
+    slot: Slot
+    parameter: Any
+
+    @property
+    def range(self) -> Range:
+        """All of it."""
+        return Range(0, self.slot.numel)
 
 
 @dataclass(frozen=True)
@@ -30,10 +66,11 @@ class OptimizerState:
         shard: the parameter.
         suffix: what follows the parameter's name in the state's key: ``moment1_0``, or ``w_0`` for the master weight.
         kind: one value an element, or one a parameter.
-        tensor: the live tensor. Elementwise: 1-D, this rank's piece. Scalar: as the optimizer made it, shape [] or [1].
+        tensor: the live tensor. Elementwise: 1-D, this rank's piece; of the whole shape for a parameter of a plain model.
+            Scalar: as the optimizer made it, shape [] or [1].
     """
 
-    shard: ParameterShard
+    shard: SteppedParameter
     suffix: str
     kind: StateKind
     tensor: paddle.Tensor
@@ -44,30 +81,31 @@ class OptimizerState:
         return f"{self.shard.slot.name}.{self.suffix}"
 
 
-def state_suffixes(optimizer: Any) -> list[str]:
-    """Return what may follow a parameter's name in the keys of this optimizer's states."""
-    return [f"{state}_0" for state in entry_of(optimizer).states] + [MASTER_WEIGHT_KEY]
+def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | None = None) -> list[OptimizerState]:
+    """Return the states that an optimizer has of the parameters of which this rank keeps a piece.
 
-
-def optimizer_states(optimizer: Any) -> list[OptimizerState]:
-    """Return the states that a bound optimizer has of the parameters of which this rank keeps a piece.
+    Args:
+        optimizer: bound to a sharded model, or that of a plain model.
+        parameters: all that it holds; by default those of a bound optimizer.
 
     Raises:
         ShardingError: the optimizer is not bound.
         UnsupportedOptimizerError: it has a state that its class's table entry doesn't name, or one of an unexpected shape.
     """
-    _check_bound(optimizer)
+    if parameters is None:
+        check_bound(optimizer)
+        parameters = optimizer_shards(optimizer)
     kinds = entry_of(optimizer).states
-    shards = [shard for shard in optimizer_shards(optimizer) if shard.range.numel]
+    shards = [shard for shard in parameters if shard.range.numel]
     masters = optimizer._master_weights
-    names = {shard.index: _state_owner(optimizer, shard) for shard in shards}
+    owners = [_state_owner(optimizer, shard) for shard in shards]
     states: list[OptimizerState] = []
     for accumulator, tensors in optimizer._accumulators.items():
         state = state_name(optimizer, accumulator)
         if tensors and state not in kinds:
             raise UnsupportedOptimizerError(f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states")
-        for shard in shards:
-            tensor = tensors.get(names[shard.index])
+        for shard, owner in zip(shards, owners, strict=True):
+            tensor = tensors.get(owner)
             if tensor is not None:
                 states.append(OptimizerState(shard, f"{state}_0", kinds[state], tensor))
     states += [
@@ -88,33 +126,31 @@ def init_optimizer_state(optimizer: Any) -> None:
     Raises:
         ShardingError: the optimizer is not bound.
     """
-    _check_bound(optimizer)
-    create_states(optimizer, {id(shard) for shard in optimizer_shards(optimizer) if not shard.parameter.stop_gradient})
+    check_bound(optimizer)
+    create_states(optimizer, [shard for shard in optimizer_shards(optimizer) if not shard.parameter.stop_gradient])
 
 
-def create_states(optimizer: Any, wanted: Collection[int]) -> None:
-    """Create the states of those parameters (ids of shards) that have none and of which this rank keeps a piece."""
-    binding = binding_of(optimizer)
-    assert binding is not None
+def create_states(optimizer: Any, wanted: Iterable[SteppedParameter]) -> None:
+    """Create the states of those parameters that have none and of which this rank keeps a piece."""
     block = paddle.static.default_main_program().global_block()
+    ids = {id(one.parameter) for one in wanted if one.range.numel}
     for group in parameter_groups(optimizer):
-        chosen = [p for p in group["params"] if id(p._shard) in wanted and p._shard.range.numel]
+        chosen = [parameter for parameter in group["params"] if id(parameter) in ids]
         if not chosen:
             continue
-        with paddle.no_grad(), binding.showing_local([parameter._shard for parameter in chosen]):
+        with paddle.no_grad(), _showing_local([parameter._shard for parameter in chosen if isinstance(parameter, ShardedParameter)]):
             grouped = optimizer._param_groups and isinstance(optimizer._param_groups[0], dict)
             optimizer._create_accumulators(block, {**group, "params": chosen} if grouped else chosen)
 
 
-def drop_states(optimizer: Any, unwanted: Collection[int]) -> None:
-    """Forget all states of these parameters (ids of shards); the next step starts them afresh."""
-    for shard in optimizer_shards(optimizer):
-        if id(shard) in unwanted:
-            owner = _state_owner(optimizer, shard)
-            for tensors in optimizer._accumulators.values():
-                tensors.pop(owner, None)
-            optimizer._master_weights.pop(shard.parameter.name, None)
-            optimizer._already_create_accumulator.discard(shard.parameter.name)
+def drop_states(optimizer: Any, unwanted: Iterable[SteppedParameter]) -> None:
+    """Forget all states of these parameters; the next step starts them afresh."""
+    for shard in unwanted:
+        owner = _state_owner(optimizer, shard)
+        for tensors in optimizer._accumulators.values():
+            tensors.pop(owner, None)
+        optimizer._master_weights.pop(shard.parameter.name, None)
+        optimizer._already_create_accumulator.discard(shard.parameter.name)
 
 
 @contextmanager
@@ -124,6 +160,7 @@ def states_restored_on_error(optimizer: Any) -> Iterator[None]:
     masters = dict(optimizer._master_weights)
     created = set(optimizer._already_create_accumulator)
     names = list(optimizer._opti_name_list)
+    settings = {name: optimizer.__dict__[name] for name in _GROUP_SETTINGS if name in optimizer.__dict__}
     try:
         yield
     except BaseException:
@@ -131,17 +168,42 @@ def states_restored_on_error(optimizer: Any) -> Iterator[None]:
         optimizer._master_weights = masters
         optimizer._already_create_accumulator = created
         optimizer._opti_name_list = names
+        optimizer.__dict__.update(settings)
         raise
 
 
-def _state_owner(optimizer: Any, shard: ParameterShard) -> str:
+@contextmanager
+def _showing_local(shards: Sequence[ParameterShard]) -> Iterator[None]:
+    """Let parameters be this rank's pieces inside the block, which must not write to them.
+
+    Ranks may do this for different parameters: nothing that was gathered is let go of, and no gradient reduced.
+    """
+    for unit in {shard.unit.index: shard.unit for shard in shards}.values():
+        unit.park()
+    # The user may have them shown already, in a block of local_parameters.
+    hidden = [shard for shard in shards if not shard.parameter._is_initialized()]
+    for shard in hidden:
+        shard.show_local()
+    try:
+        yield
+    finally:
+        for shard in hidden:
+            shard.hide_local()
+
+
+def _state_owner(optimizer: Any, shard: SteppedParameter) -> str:
     """Return the name under which the parameter's states are filed: its master weight's where there is one."""
     name: str = shard.parameter.name
     master = optimizer._master_weights.get(name)
     return name if master is None else str(master.name)
 
 
-def _check_bound(optimizer: Any) -> None:
+def check_bound(optimizer: Any) -> None:
+    """Raise where an optimizer is not bound.
+
+    Raises:
+        ShardingError: it says how to bind it.
+    """
     if binding_of(optimizer) is None:
         raise ShardingError(
             f"{type(optimizer).__name__} is not bound to a sharded model; call fully_shard(model, optimizer=opt) or bind_optimizer(opt) first"
@@ -150,8 +212,13 @@ def _check_bound(optimizer: Any) -> None:
 
 def _check_shape(state: OptimizerState) -> None:
     shape = list(state.tensor.shape)
-    right = [state.shard.range.numel] if state.kind is StateKind.ELEMENTWISE else shape in ([], [1]) and shape
-    if shape != right:
+    if state.kind is StateKind.SCALAR:
+        fits = shape in ([], [1])
+    elif isinstance(state.shard, WholeParameter):
+        fits = shape == list(state.shard.slot.shape)
+    else:
+        fits = shape == [state.shard.range.numel]
+    if not fits:
         raise UnsupportedOptimizerError(
             f"state '{state.suffix}' of '{state.shard.slot.name}' has shape {shape}, and is {state.kind.value}; it can't be saved right"
         )

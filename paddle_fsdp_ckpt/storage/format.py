@@ -172,6 +172,7 @@ class Manifest:
         optimizers: classes and hyper-parameters, with parameter names; opaque here.
         extra_state: the caller's own; opaque here.
         files: in the order of the ranks.
+        tied: the sorted names of each tensor that has several; its values are stored under each of them.
         format_version: of the directory; see :data:`FORMAT_VERSION`.
     """
 
@@ -182,6 +183,7 @@ class Manifest:
     optimizers: JsonValue
     extra_state: JsonValue
     files: tuple[FileRecord, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -202,6 +204,7 @@ class Manifest:
             "versions": self.versions,
             "optimizers": self.optimizers,
             "extra_state": self.extra_state,
+            "tied": [list(names) for names in self.tied],
             "files": [record.to_json() for record in self.files],
         }
         return json.dumps(fields, indent=1) + "\n"
@@ -218,7 +221,7 @@ class Manifest:
         value = parse_json(text, allow_nan=True)
         if isinstance(value, dict) and type(value.get("format_version")) is int:
             check_format_version(value["format_version"], MANIFEST_NAME)
-        names = {"format_version", "step", "world_size", "created", "versions", "optimizers", "extra_state", "files"}
+        names = {"format_version", "step", "world_size", "created", "versions", "optimizers", "extra_state", "tied", "files"}
         fields = _fields(value, "the manifest", names)
         versions = _dict(fields["versions"], "versions")
         manifest = cls(
@@ -229,6 +232,7 @@ class Manifest:
             optimizers=fields["optimizers"],
             extra_state=fields["extra_state"],
             files=tuple(FileRecord.from_json(record) for record in _list(fields["files"], "files")),
+            tied=tuple(tuple(_string(name, "a tied name") for name in _list(group, "a tied group")) for group in _list(fields["tied"], "tied")),
             format_version=_count(fields["format_version"], "format_version"),
         )
         expected = [rank_file_name(rank) for rank in range(len(manifest.files))]

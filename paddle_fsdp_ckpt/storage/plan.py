@@ -135,7 +135,9 @@ class _Run(NamedTuple):
     file_offset: int
 
 
-def plan_read(index: CheckpointIndex, targets: Sequence[Piece], expected_keys: Collection[str]) -> ReadPlan:
+def plan_read(
+    index: CheckpointIndex, targets: Sequence[Piece], expected_keys: Collection[str], ignored_keys: Collection[str] = ()
+) -> ReadPlan:
     """Plan how one rank reads ``targets`` from the checkpoint; nothing is read and nothing changed.
 
     Every difference between checkpoint and objects becomes a problem of the plan; call ``plan.problems.raise_if_any()``.
@@ -146,6 +148,7 @@ def plan_read(index: CheckpointIndex, targets: Sequence[Piece], expected_keys: C
         index: what the checkpoint holds.
         targets: what this rank wants. Several may be of one key; each needs to be a valid piece.
         expected_keys: all keys of the objects, on any rank. Keys of ``targets`` count as expected.
+        ignored_keys: keys that the checkpoint may have besides.
     """
     missing = {key for key in expected_keys if key not in index}
     wrong_shape: dict[str, KeyProblem] = {}
@@ -185,7 +188,7 @@ def plan_read(index: CheckpointIndex, targets: Sequence[Piece], expected_keys: C
     problems = ReadProblems(
         index.path,
         tuple(sorted(missing)),
-        tuple(sorted(index.keys() - expected)),
+        tuple(sorted(index.keys() - expected - set(ignored_keys))),
         tuple(wrong_shape.values()),
         tuple(wrong_dtype.values()),
         tuple(uncovered),

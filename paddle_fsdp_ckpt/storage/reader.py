@@ -15,7 +15,8 @@ from .plan import Duplicate, ReadPlan
 _CHUNK_NBYTES = 1 << 20
 _BATCH_NBYTES = 16 << 20
 _MAX_GAP_NBYTES = 4096
-_PARTIAL = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
+PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
+"""What a failure while reading leaves behind, in words."""
 
 
 class _Range(NamedTuple):
@@ -73,7 +74,7 @@ def execute_read(plan: ReadPlan, destinations: Sequence[memoryview]) -> None:
     keys = [target.key for target in plan.targets]
     for file, reads in sorted(plan.reads.items()):
         ranges = [_Range(offset, buffers[target][start : start + nbytes], keys[target]) for offset, target, start, nbytes in reads]
-        _read_file(plan.index, file, ranges, _PARTIAL)
+        _read_file(plan.index, file, ranges, PARTIAL_STATE)
 
 
 def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> list[memoryview]:

@@ -7,7 +7,7 @@ from typing import Any
 import paddle
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
-from paddle.nn import functional as F  # noqa: N812
+from paddle.nn import functional as F
 from training_runs import VOCABULARY
 
 WIDTH = 6
@@ -342,3 +342,80 @@ class SavingBlock(nn.Layer):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         x = F.gelu(_SavingMatmul.apply(x, self.weight) + self.bias) + x
         return _SavingMatmul.apply(x, self.other[1]) + _SavingMatmul.apply(x, self.weight.T)
+
+
+class Recurrent(nn.Layer):
+    """Recurrent layers, which are LayerLists with a forward of their own that uses the cells' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 7, num_layers=2, direction="bidirectional")
+        self.gru = nn.GRU(14, 5)
+        self.loop = nn.RNN(nn.SimpleRNNCell(5, 6))
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x, _ = self.lstm(self.embed(tokens))
+        x, _ = self.gru(x)
+        x, _ = self.loop(x)
+        return self.head(x)
+
+
+class Transformer(nn.Layer):
+    """Paddle's own transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0), 3)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return self.head(self.encoder(self.embed(tokens)))
+
+
+class Collections(nn.Layer):
+    """Parameters and layers in every kind of collection, one layer in two places, and weights that hooks compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.scales = nn.ParameterList([self.create_parameter([WIDTH]) for _ in range(3)])
+        self.named = nn.LayerDict({"a": Block(), "b": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())})
+        self.normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.shared = Block()
+        self.also_shared = nn.LayerList([self.shared, Block()])
+        self.bias = self.create_parameter([WIDTH], is_bias=True)
+        self.model = nn.Linear(WIDTH, VOCABULARY)
+        self.unused = None
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x = self.embed(tokens)
+        for number, scale in enumerate(self.scales):
+            x = x * (1 + scale) + self.scales[(number + 1) % 3]
+        for name in ("a", "b"):
+            x = self.named[name](x)
+        x = self.shared(self.normed(x))
+        for layer in self.also_shared:
+            x = layer(x)
+        return self.model(x + self.bias)
+
+
+class Nestedly(nn.Layer):
+    """Blocks in blocks, recomputed at two levels, the embedding tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.groups = nn.LayerList([nn.Sequential(InnerRecompute(), AttentionBlock()) for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x = self.embed(tokens)
+        for group in self.groups:
+            x = recompute(group, x)
+        return recompute(self.finish, recompute(self.norm, x))
+
+    def finish(self, x: paddle.Tensor) -> paddle.Tensor:
+        return F.linear(self.norm(x), self.embed.weight.T)

@@ -6,23 +6,30 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import paddle
+from harness import this_rank
 from paddle import nn
-from paddle.nn import functional as F  # noqa: N812
+from paddle.distributed.fleet.utils import recompute
+from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, AdamW, Momentum
 from training_models import (
     WIDTH,
     AttentionBlock,
     Block,
+    Collections,
     ExpertNet,
     Images,
     LoRALinear,
     Nested,
+    Nestedly,
     Net,
     Odd,
     Recomputed,
+    Recurrent,
     SavingBlock,
     SideOutputs,
+    Transformer,
     Unused,
     WeirdlyNamedThing,
 )
@@ -167,8 +174,6 @@ def parameters_unused_on_one_rank(run: Run) -> None:
 
 
 def _by_parts(model: nn.Layer, tokens: paddle.Tensor) -> paddle.Tensor:
-    from harness import this_rank
-
     parts = tokens.split(this_rank().world_size)
     losses = [
         F.cross_entropy(model(part, number == 0).reshape([-1, VOCABULARY]), part.reshape([-1])) for number, part in enumerate(parts)
@@ -579,3 +584,140 @@ def clip_set_later(run: Run) -> None:
         optimizer._grad_clip = clip
         run.train(model, optimizer, 1, first=step)
         assert optimizer._grad_clip is clip
+
+
+# More kinds of layers.
+
+_add("recurrent_layers", Recurrent)
+_add("paddles_transformer", Transformer)
+_add("collections_and_shared_layers", Collections)
+_add("recompute_at_two_levels", Nestedly)
+
+
+@scenario
+def batch_norm_in_training(run: Run) -> None:
+    """Each rank normalises its own rows, so the right values come from a forward of each part."""
+    model = Images(norm=True)
+    optimizer = run.start(model, sgd)
+    for step in range(2):
+        if run.sharded:
+            loss = model(run.images(step, 3, 5, 5)).square().mean()
+        else:
+            parts = run.images(step, 3, 5, 5).split(this_rank().world_size)
+            losses = [model(part).square().mean() for part in parts]
+            loss = paddle.add_n(losses) / len(losses)
+        loss.backward()
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        run.log(loss)
+    run.note_weights(model)
+    if not run.sharded or run.world_size == 1:
+        run.losses += [model.norm._mean.numpy().sum().item()] if this_rank().world_size == 1 else []
+    assert np.abs(model.norm._mean.numpy()).max() > 0, "the running mean was lost"
+
+
+@scenario
+def recompute_around_the_whole_model(run: Run) -> None:
+    inner = Recomputed(True)
+    model = inner
+    optimizer = run.start(model, sgd)
+    for step in range(2):
+        tokens = run.batch(step)
+        start = paddle.zeros([1])
+        start.stop_gradient = False
+        logits = recompute(lambda start, tokens: inner(tokens) + start, start, tokens)  # noqa: B023
+        loss = F.cross_entropy(logits.reshape([-1, VOCABULARY]), tokens.reshape([-1]))
+        loss.backward()
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        run.log(loss)
+    run.note_weights(model)
+
+
+@scenario
+def exception_in_the_middle_of_a_backward(run: Run) -> None:
+    model = Net(3)
+    optimizer = run.start(model, sgd)
+    run.train(model, optimizer, 1)
+    for number in (2, 0):
+        hook = model.blocks[number].register_forward_post_hook(lambda layer, inputs, out: out.register_hook(_raise) and None)
+        loss = language_loss(run, model, 1)
+        try:
+            loss.backward()
+        except OSError:
+            run.log(paddle.zeros([]))
+        hook.remove()
+        del loss
+        optimizer.clear_grad()
+        run.train(model, optimizer, 1, first=1)
+    assert len(run.losses) == 5
+
+
+@scenario
+def saved_tensor_hooks_of_the_user(run: Run) -> None:
+    model = Net(3, "matmul", AttentionBlock)
+    optimizer = run.start(model, sgd)
+    for step in range(2):
+        with paddle.autograd.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            loss = language_loss(run, model, step)
+        loss.backward()
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        run.log(loss)
+
+
+@scenario
+def gradients_of_inputs(run: Run) -> None:
+    """``paddle.grad`` through a model, and a penalty on that gradient."""
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 1))
+    optimizer = run.start(model, sgd)
+    for step in range(3):
+        x = run.images(step, 4)
+        x.stop_gradient = False
+        (gradient,) = paddle.grad(model(x).sum(), x)
+        run.log(gradient.square().mean())
+        (gradient,) = paddle.grad(model(x).sum(), x, create_graph=True)
+        loss = model(x).mean() + gradient.square().sum(-1).mean()
+        loss.backward()
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        run.log(loss)
+    run.note_weights(model)
+
+
+@scenario
+def sharded_model_inside_a_layer_that_is_sharded_too(run: Run) -> None:
+    """An adapter around a frozen base that was sharded by itself, reached by a plain attribute."""
+    from paddle_fsdp_ckpt.training import fully_shard
+
+    class Around(nn.Layer):
+        def __init__(self, base: nn.Layer) -> None:
+            super().__init__()
+            self.__dict__["base"] = base
+            self.first, self.last = Block(), Block()
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return self.last(self.base(self.first(x)))
+
+    base = nn.Sequential(Block(), Block())
+    model = Around(base)
+    first = SGD(0.1, parameters=base.parameters())
+    if run.sharded:
+        fully_shard(base, optimizer=first, group=run.group)
+    second = run.start(model, sgd)
+    for step in range(3):
+        loss = model(run.images(step, WIDTH)).square().mean()
+        loss.backward()
+        run.note_gradients(model)
+        run.note_gradients(base)
+        first.step()
+        second.step()
+        first.clear_grad()
+        second.clear_grad()
+        run.log(loss)
+    run.note_weights(model)
+    run.note_weights(base)

@@ -150,12 +150,13 @@ def _describe(error: BaseException) -> RankError:
 
 
 def _plain_locals(error: BaseException) -> str:
-    """Local variables of the last frame. Plain data only: the repr of a tensor without memory could end the process."""
-    frames = list(traceback.walk_tb(error.__traceback__))
+    """Local variables of the last frame in our code. Plain data only: the repr of a tensor without memory could end the process."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return ""
+    ours = [frame for frame in frames if "site-packages" not in frame.f_code.co_filename]
     lines = []
-    for name, value in frames[-1][0].f_locals.items():
+    for name, value in (ours or frames)[-1].f_locals.items():
         if isinstance(value, paddle.Tensor):
             lines.append(f"    {name}: Tensor {value.dtype} {value.shape}\n")
         elif _is_plain(value):

@@ -1,0 +1,188 @@
+"""What ``save`` and ``load`` are given: a model and its optimizers, checked, with a structured name for each parameter."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from .errors import CheckpointError, ShardingError, UnsupportedOptimizerError, listing
+from .fsdp import Runtime, ShardedParameter, dtype_name, named_buffers, named_parameters, runtime_of
+from .layout import Slot
+from .optim import SteppedParameter, WholeParameter, binding_of, check_bound, entry_of, optimizer_shards, parameter_groups
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """An optimizer, and the parameters that it holds, in the order of its param groups."""
+
+    optimizer: Any
+    parameters: Sequence[SteppedParameter]
+
+    @property
+    def cls(self) -> str:
+        """Name of the optimizer's class."""
+        return type(self.optimizer).__name__
+
+    @property
+    def names(self) -> set[str]:
+        """The names that carry state."""
+        return {one.slot.name for one in self.parameters}
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of each param group."""
+        name_of = {id(one.parameter): one.slot.name for one in self.parameters}
+        return [[name_of[id(parameter)] for parameter in group["params"]] for group in parameter_groups(self.optimizer)]
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """A model, optimizers, or both, that belong together.
+
+    Attributes:
+        model: the model, or None.
+        steppers: the optimizers.
+        runtime: what they are sharded by, or None where they are plain.
+    """
+
+    model: nn.Layer | None
+    steppers: Sequence[Stepper]
+    runtime: Runtime | None
+
+    def model_keys(self) -> set[str]:
+        """Return the keys of the model's parameters and buffers, on any rank; none where no model is given."""
+        if self.model is None:
+            return set()
+        return {name for named in named_parameters(self.model) for name in named.names} | {name for name, _ in named_buffers(self.model)}
+
+    def tied(self) -> list[list[str]]:
+        """Return the sorted names of each tensor of the model that has several."""
+        if self.model is None:
+            return []
+        names: dict[int, list[str]] = {id(named.parameter): list(named.names) for named in named_parameters(self.model)}
+        for name, buffer in named_buffers(self.model):
+            names.setdefault(id(buffer), []).append(name)
+        return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+    def digest(self) -> str:
+        """Return a digest of what must be the same on every rank."""
+        described: list[object] = [(one.cls, one.groups()) for one in self.steppers]
+        if self.model is not None:
+            described += [(named.names, named.parameter.shape, dtype_name(named.parameter)) for named in named_parameters(self.model)]
+            described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in named_buffers(self.model)]
+        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def check_subjects(model: nn.Layer | None, optimizers: Sequence[Any]) -> Subjects:
+    """Check that a model and optimizers can be saved or loaded together.
+
+    Raises:
+        CheckpointError: nothing was given, or something else than a model and its optimizers.
+        ShardingError: a part of a sharded model, an optimizer of another model or one that isn't bound.
+        UnsupportedOptimizerError: an optimizer whose states are not known.
+    """
+    if model is None and not optimizers:
+        raise CheckpointError("give a model, an optimizer, or both")
+    if model is not None:
+        check_tensors(model)
+    for one in optimizers:
+        if not isinstance(one, paddle.optimizer.Optimizer):
+            raise UnsupportedOptimizerError(
+                f"optimizer: {type(one).__name__} is not an optimizer of paddle.optimizer, nor a list of such; give the one that steps the model"
+            )
+        entry_of(one)
+    runtime = None if model is None else runtime_of(model)
+    if model is None or runtime is not None:
+        for one in optimizers:
+            check_bound(one)
+    if model is not None and runtime is None:
+        steppers = [_plain_stepper(one, model) for one in optimizers]
+    else:
+        steppers = [Stepper(one, optimizer_shards(one)) for one in optimizers]
+        runtimes = {id(shard.unit.runtime): shard.unit.runtime for one in optimizers for shard in optimizer_shards(one)}
+        if runtime is None:
+            runtime = next(iter(runtimes.values()))
+        foreign = [shard.slot.name for one in optimizers for shard in optimizer_shards(one) if shard.unit.runtime is not runtime]
+        if foreign:
+            whose = "of several sharded models, whose names may be the same" if model is None else "of another model than the one given"
+            raise ShardingError(
+                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; give each model its own optimizer and its own "
+                "checkpoint, or shard one layer that holds all models"
+            )
+    _check_stepped_once(steppers)
+    return Subjects(model, steppers, runtime)
+
+
+def check_tensors(model: nn.Layer) -> None:
+    """Raise where a model, sharded by us or plain, has tensors that we can't give or take whole.
+
+    Raises:
+        CheckpointError: it is no model.
+        ShardingError: it is a part of a sharded model, holds one, or is distributed by somebody else.
+    """
+    if not isinstance(model, nn.Layer):
+        raise CheckpointError(f"model: {type(model).__name__} is not a paddle.nn.Layer; give the model that was trained")
+    parameters = named_parameters(model)
+    runtime = runtime_of(model)
+    strange = [
+        one.names[0]
+        for one in parameters
+        if isinstance(one.parameter, ShardedParameter) and one.parameter._shard.unit.runtime is not runtime
+    ]
+    if strange:
+        raise ShardingError(
+            f"{type(model).__name__} is a part of a sharded model, or holds one: {listing(strange)}; give the very layer that was given to "
+            "fully_shard"
+        )
+    plain = [(one.names[0], one.parameter) for one in parameters if not isinstance(one.parameter, ShardedParameter)]
+    if runtime is not None and plain:
+        raise ShardingError(
+            f"the sharded model has parameters that are not sharded: {listing(name for name, _ in plain)}; change the model first, then shard it"
+        )
+    plain += [(name, buffer) for name, buffer in named_buffers(model)]
+    foreign = [
+        name for name, tensor in plain if tensor.is_dist() or hasattr(tensor, "_fusion_buffer") or getattr(tensor, "is_distributed", False)
+    ]
+    if foreign:
+        raise ShardingError(
+            f"distributed by Paddle, so that a rank has only a part of them: {listing(foreign)}; this can't save or load those yet"
+        )
+    empty = [name for name, tensor in plain if not tensor._is_initialized() and 0 not in tensor.shape]
+    if empty:
+        raise ShardingError(f"without values, as made under LazyGuard: {listing(empty)}; initialize them first")
+
+
+def _plain_stepper(optimizer: Any, model: nn.Layer) -> Stepper:
+    if binding_of(optimizer) is not None:
+        raise ShardingError(f"{type(optimizer).__name__} is bound to a sharded model, and the model given is another one, not sharded")
+    known = {
+        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
+        for named in named_parameters(model)
+    }
+    held = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
+    foreign = [parameter.name for parameter in held if id(parameter) not in known]
+    if foreign or not held:
+        raise ShardingError(
+            f"{type(optimizer).__name__}: {len(foreign)} of its {len(held)} parameters are not of the model given: {listing(foreign)}; give the "
+            "model that it steps"
+        )
+    return Stepper(optimizer, [known[id(parameter)] for parameter in held])
+
+
+def _check_stepped_once(steppers: Iterable[Stepper]) -> None:
+    seen: set[str] = set()
+    twice: list[str] = []
+    for stepper in steppers:
+        for one in stepper.parameters:
+            if one.slot.name in seen:
+                twice.append(one.slot.name)
+            seen.add(one.slot.name)
+    if twice:
+        raise ShardingError(
+            f"held twice by the optimizers: {listing(twice)}; their states would have the same names. Give each parameter to one optimizer, "
+            "and each optimizer once"
+        )
