@@ -25,8 +25,8 @@ from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.flex import piece_of, write_paddle_metadata
 from .storage.format import FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
-from .storage.index import CheckpointIndex, read_index
-from .storage.plan import ReadPlan, plan_read
+from .storage.index import CheckpointIndex, read_headers, read_index
+from .storage.plan import ReadPlan, check_complete, plan_read
 from .storage.reader import PARTIAL_STATE, check_duplicates, execute_read
 from .storage.writer import write_rank_file
 from .subjects import Stepper, Subjects, check_subjects
@@ -111,12 +111,17 @@ def save(
             tied=tuple(tuple(names) for names in saving.subjects.tied()),
         )
 
+    def complete(staging: Path, files: Sequence[FileRecord]) -> None:
+        index = read_headers(staging, build_manifest(files))
+        check_complete(index)
+        write_paddle_metadata(staging, index)
+
     commit_checkpoint(
         saving.target,
         rendezvous,
         write_files=write_files,
         build_manifest=build_manifest,
-        before_manifest=lambda staging, files: write_paddle_metadata(staging, build_manifest(files)),
+        before_manifest=complete,
         token=token,
         overwrite=overwrite,
         timeout_seconds=timeout_seconds,
@@ -357,14 +362,14 @@ def _check_optimizers(index: CheckpointIndex, steppers: Sequence[Stepper]) -> No
         other = sorted({class_of[name] for name in one.names if name in class_of} - {one.cls})
         if other:
             raise MismatchError(
-                f"'{index.path}' holds the state of {listing(other)}, and the optimizer is {one.cls}; its states don't fit, and nothing was "
-                f"changed. Use the same class, {way_out}"
+                f"'{index.path}' holds the state of {listing(other)}, and the optimizer is {one.cls}; its states don't fit, and "
+                f"nothing was changed. Use the same class, {way_out}"
             )
     unknown = [name for one in steppers for name in sorted(one.names) if name not in class_of and name in index]
     if unknown:
         raise MismatchError(
-            f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {len(unknown)} parameters of the optimizer "
-            f"were in no optimizer when it was saved: {listing(unknown)}. Give the optimizer the same parameters, {way_out}"
+            f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {len(unknown)} parameters "
+            f"of the optimizer were in no optimizer when it was saved: {listing(unknown)}. Give the optimizer the same parameters, {way_out}"
         )
 
 

@@ -16,7 +16,11 @@ def bytes_of(tensor: paddle.Tensor) -> memoryview:
     The tensor must outlive the view and not be resized.
     """
     # .numpy() of a view copies the whole flat buffer on CPU, and from_dlpack knows no bfloat16.
-    on_host = tensor if _is_direct(tensor) else tensor.contiguous().cpu()
+    # tensor.contiguous() would change the tensor itself, and part it from those that share its memory.
+    if not tensor.is_contiguous():
+        values = np.ascontiguousarray(tensor.numpy())
+        return values.reshape(-1).view(np.uint8).data if values.size else memoryview(bytearray())
+    on_host = tensor if tensor.place.is_cpu_place() else tensor.cpu()
     nbytes = int(on_host.size) * on_host.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
@@ -40,4 +44,7 @@ def destinations(tensors: Sequence[paddle.Tensor]) -> Iterator[list[memoryview]]
             if not _is_direct(tensor) and tensor.size:
                 host = paddle.empty(tensor.shape, dtype=tensor.dtype).cpu()
                 bytes_of(host)[:] = view
-                paddle.assign(host, tensor)
+                if tensor.is_contiguous():
+                    paddle.assign(host, tensor)
+                else:
+                    tensor[...] = host

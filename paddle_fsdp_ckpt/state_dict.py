@@ -12,6 +12,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from .errors import ShardingError
 from .fsdp import ParameterShard, named_buffers, named_parameters, runtime_of
 from .optim import OptimizerState, StateKind, SteppedParameter, WholeParameter, init_optimizer_state, optimizer_states
 from .subjects import Subjects, check_tensors
@@ -89,6 +90,8 @@ def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
         if rank == 0 or not is_plain:
             for state in optimizer_states(stepper.optimizer, stepper.parameters):
                 if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
+                    if state.key in weights:
+                        raise ShardingError(f"'{state.key}' is both a tensor of the model and a state of the optimizer; rename the tensor")
                     weights[state.key] = _weight(state)
     return weights
 

@@ -34,9 +34,10 @@ class Stepper:
         return {one.slot.name for one in self.parameters}
 
     def groups(self) -> list[list[str]]:
-        """Return the names of each param group."""
+        """Return the names of each param group, without buffers, which Paddle's BatchNorm counts as parameters."""
         name_of = {id(one.parameter): one.slot.name for one in self.parameters}
-        return [[name_of[id(parameter)] for parameter in group["params"]] for group in parameter_groups(self.optimizer)]
+        held = [[id(parameter) for parameter in group["params"]] for group in parameter_groups(self.optimizer)]
+        return [[name_of[one] for one in group if one in name_of] for group in held]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ class Subjects:
         """Return a digest of what must be the same on every rank."""
         described: list[object] = [(one.cls, one.groups()) for one in self.steppers]
         if self.model is not None:
-            described += [(named.names, named.parameter.shape, dtype_name(named.parameter)) for named in named_parameters(self.model)]
+            # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
+            described += [
+                (named.names, named.parameter.shape if self.runtime is None else [], dtype_name(named.parameter))
+                for named in named_parameters(self.model)
+            ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in named_buffers(self.model)]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
@@ -92,7 +97,8 @@ def check_subjects(model: nn.Layer | None, optimizers: Sequence[Any]) -> Subject
     for one in optimizers:
         if not isinstance(one, paddle.optimizer.Optimizer):
             raise UnsupportedOptimizerError(
-                f"optimizer: {type(one).__name__} is not an optimizer of paddle.optimizer, nor a list of such; give the one that steps the model"
+                f"optimizer: {type(one).__name__} is not an optimizer of paddle.optimizer, nor a list of such; give the one "
+                "that steps the model"
             )
         entry_of(one)
     runtime = None if model is None else runtime_of(model)
@@ -110,8 +116,8 @@ def check_subjects(model: nn.Layer | None, optimizers: Sequence[Any]) -> Subject
         if foreign:
             whose = "of several sharded models, whose names may be the same" if model is None else "of another model than the one given"
             raise ShardingError(
-                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; give each model its own optimizer and its own "
-                "checkpoint, or shard one layer that holds all models"
+                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; give each model its own "
+                "optimizer and its own checkpoint, or shard one layer that holds all models"
             )
     _check_stepped_once(steppers)
     return Subjects(model, steppers, runtime)
@@ -141,7 +147,8 @@ def check_tensors(model: nn.Layer) -> None:
     plain = [(one.names[0], one.parameter) for one in parameters if not isinstance(one.parameter, ShardedParameter)]
     if runtime is not None and plain:
         raise ShardingError(
-            f"the sharded model has parameters that are not sharded: {listing(name for name, _ in plain)}; change the model first, then shard it"
+            f"the sharded model has parameters that are not sharded: {listing(name for name, _ in plain)}; change the model "
+            "first, then shard it"
         )
     plain += [(name, buffer) for name, buffer in named_buffers(model)]
     foreign = [
@@ -163,11 +170,14 @@ def _plain_stepper(optimizer: Any, model: nn.Layer) -> Stepper:
         id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
         for named in named_parameters(model)
     }
-    held = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
+    buffers = {id(buffer) for _, buffer in named_buffers(model)}
+    every = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
+    held = [parameter for parameter in every if id(parameter) not in buffers]
     foreign = [parameter.name for parameter in held if id(parameter) not in known]
     if foreign or not held:
         raise ShardingError(
-            f"{type(optimizer).__name__}: {len(foreign)} of its {len(held)} parameters are not of the model given: {listing(foreign)}; give the "
+            f"{type(optimizer).__name__}: {len(foreign)} of its {len(held)} parameters are not of the model given: "
+            f"{listing(foreign)}; give the "
             "model that it steps"
         )
     return Stepper(optimizer, [known[id(parameter)] for parameter in held])
@@ -183,6 +193,7 @@ def _check_stepped_once(steppers: Iterable[Stepper]) -> None:
             seen.add(one.slot.name)
     if twice:
         raise ShardingError(
-            f"held twice by the optimizers: {listing(twice)}; their states would have the same names. Give each parameter to one optimizer, "
+            f"held twice by the optimizers: {listing(twice)}; their states would have the same names. Give each parameter "
+            "to one optimizer, "
             "and each optimizer once"
         )

@@ -27,6 +27,10 @@ def fully_shard(
     All ranks must call it, with the same model. The first rank's values of parameters and buffers go to all. During a
     unit's forward and backward its parameters are whole; otherwise they have their whole shape and no data.
 
+    Afterwards every rank must run the same units in the same order, forward and backward: a layer that the data of one rank
+    skips must be in one unit with its neighbours, as an expert is in its block's. Buffers and BatchNorm's running statistics
+    are not sharded: each rank has its own, of the data that it saw.
+
     Args:
         model: parameters of dtype float32, float64, float16 or bfloat16.
         optimizer: the optimizer (or a list of them) that steps this model; left out, call ``bind_optimizer`` before the

@@ -135,7 +135,8 @@ def check_fleet() -> None:
     for name, degree in degrees.items():
         if degree > 1:
             raise ShardingError(
-                f"fleet was set up with {name}={degree}, which is not supported together with fully_shard yet; give all ranks to sharding_degree"
+                f"fleet was set up with {name}={degree}, which is not supported together with fully_shard yet; "
+                "give all ranks to sharding_degree"
             )
 
 

@@ -97,7 +97,9 @@ class ShardedParameter(EagerParamBase):
         raise ShardingError(f"{self._shard.describe()}: copy_ can't write to it; use set_value, which takes the whole value")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ShardingError(f"{self._shard.describe()}: it can't be copied; copy the model before fully_shard, or load a checkpoint into a new one")
+        raise ShardingError(
+            f"{self._shard.describe()}: it can't be copied; copy the model before fully_shard, or load a checkpoint into a new one"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardingError(f"{self._shard.describe()}: it can't be pickled; use paddle_fsdp_ckpt.save")

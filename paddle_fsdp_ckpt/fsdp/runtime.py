@@ -109,8 +109,8 @@ class Runtime:
         self.check_bound()
         if not self._optimizers_stepping and shard.index not in self._showing_local:
             raise UnboundOptimizerError(
-                f"{shard.describe()}: an optimizer (or GradScaler, which is not supported) reads its gradient and is not bound to the model; call "
-                "bind_optimizer(opt), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+                f"{shard.describe()}: an optimizer (or GradScaler, which is not supported) reads its gradient and is not bound to the "
+                "model; call bind_optimizer(opt), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
 
     def add_observer(self, observer: WeightsObserver) -> None:
@@ -126,7 +126,7 @@ class Runtime:
         self.raise_failure()
         if self._showing_local:
             raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
-        if self._running_forwards == 0:
+        if self._running_forwards == 0 and not _running_backwards():
             # What is still gathered may be older than the shards: others, such as stock load_state_dict, write to those too.
             for unit in self.units:
                 if unit.is_gathered:
@@ -143,8 +143,9 @@ class Runtime:
         for unit in units:
             unit.uses = max(0, unit.uses - 1)
         for shard in outputs:
-            shard.unit.held = True
-        if self._running_forwards == 0:
+            self._hold(shard.unit)
+        # In recompute's backward the forward around this one may have no layer that we watch.
+        if self._running_forwards == 0 and not _running_backwards():
             self._end_outermost_forward()
 
     def forget_aborted_forward(self) -> None:
@@ -158,6 +159,7 @@ class Runtime:
         for unit in self.units:
             unit.uses = 0
             unit.held = False
+            unit.held_by = None
         _each(self.units, Unit.park)
 
     def expect_backward(self, units: Sequence[Unit], outputs: Iterable[paddle.Tensor]) -> None:
@@ -175,6 +177,8 @@ class Runtime:
         """A backward reached the outputs of a layer that needs ``units``."""
         try:
             self.check_bound()
+            if self._showing_local:
+                raise ShardingError("a backward of a sharded model can't run inside `with local_parameters(...)`")
         except CheckpointError as error:  # Paddle makes another exception of it
             self.fail(error)
             raise
@@ -201,20 +205,33 @@ class Runtime:
         return buffer.whole
 
     def use_outside_unit(self, shard: ParameterShard) -> None:
-        """A parameter was looked up in a layer while a forward or backward runs; make it whole, in a forward until the outermost one ends."""
+        """A parameter was looked up in a layer while a forward or backward runs; make it whole, in a forward until its outermost end."""
         unit = shard.unit
-        if self._showing_local:
+        if self._showing_local or (unit.uses and unit.is_filled):
             return
-        if self._running_forwards and not (unit.uses and unit.is_filled):
+        if self._running_forwards:
+            self._hold(unit)
+            self._make_whole(unit)
+        elif _running_backwards():  # of recompute, which runs a piece of a forward again
+            SAVED_WEIGHTS.enter(self)
+            self._hold(unit)
+            self._make_whole(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        """Keep the unit whole until the outermost forward, or the recomputation, ends."""
+        backwards = _running_backwards()
+        if backwards:
+            unit.held_by = backwards[0]
+        else:
             unit.held = True
-            self._make_whole(unit)
-        elif not unit.is_filled and _in_backward_of_pylayer():
-            self._make_whole(unit)
 
     def _make_whole(self, unit: Unit, fill: bool = True) -> None:
         if not unit.is_gathered:
-            for other in self.units:
-                if other is not unit and other.is_gathered and not (other.uses or other.held):
+            others = [other for other in self.units if other is not unit and other.is_gathered and not (other.uses or other.held)]
+            backwards = _running_backwards() if any(other.held_by for other in others) else []
+            for other in others:
+                if not any(other.held_by is one for one in backwards):
+                    other.held_by = None
                     self._let_go(other)
             self._note("gather", unit)
             unit.gather()
@@ -328,14 +345,23 @@ class _BackwardCall:
         self._runtime.begin_backward(self._units, first)
 
 
-def _in_backward_of_pylayer() -> bool:
-    """Tell whether the backward of a PyLayer is running, as recompute's is when it runs pieces of a forward again."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+class RunningBackward:
+    """Stands for one PyLayer's backward, such as recompute's, which runs a piece of a forward again."""
+
+
+def _running_backwards() -> list[RunningBackward]:
+    """Return the PyLayers' backwards that are on the stack, the innermost first."""
+    found: list[RunningBackward] = []
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "backward":
+            context = frame.f_locals.get("ctx")
+            if isinstance(context, paddle.autograd.PyLayerContext):
+                if not hasattr(context, "_fully_shard_running"):
+                    context._fully_shard_running = RunningBackward()
+                found.append(context._fully_shard_running)
         frame = frame.f_back
-        if frame.f_code.co_name == "backward" and isinstance(frame.f_locals.get("ctx"), paddle.autograd.PyLayerContext):
-            return True
-    return False
+    return found
 
 
 def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:

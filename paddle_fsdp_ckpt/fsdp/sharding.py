@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import paddle.distributed as dist
 from paddle import nn
@@ -157,7 +158,7 @@ def _check_storage(parameters: Sequence[NamedParameter]) -> None:
         return int(named.parameter.data_ptr())
 
     in_order = sorted(parameters, key=first_byte)
-    for one, other in zip(in_order, in_order[1:], strict=False):
+    for one, other in pairwise(in_order):
         if first_byte(one) + _nbytes(one.parameter) > first_byte(other):
             raise ShardingError(
                 f"parameters '{one.names[0]}' and '{other.names[0]}' are different objects that share memory; to tie them, let both layers "

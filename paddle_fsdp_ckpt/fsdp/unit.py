@@ -18,7 +18,7 @@ from .saved_weights import SAVED_WEIGHTS
 if TYPE_CHECKING:
     from paddle.base.framework import EagerParamBase
 
-    from .runtime import Runtime
+    from .runtime import RunningBackward, Runtime
 
 _Tensor = core.eager.Tensor
 
@@ -124,7 +124,8 @@ class ParameterShard:
         tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
         if tuple(tensor.shape) != self.slot.shape or dtype_name(tensor) != self.buffer.layout.dtype:
             raise ShardingError(
-                f"{self.describe()}: can't be set to a value of shape {list(tensor.shape)} and dtype {dtype_name(tensor)}; give the whole value"
+                f"{self.describe()}: can't be set to a value of shape {list(tensor.shape)} and dtype {dtype_name(tensor)}; "
+                "give the whole value"
             )
         if self.range.numel:
             with paddle.no_grad():
@@ -205,7 +206,9 @@ class _GradientHook:
 class LiveBuffer:
     """One flat buffer: this rank's shard, and, while they are needed, the whole buffer and the gradients."""
 
-    def __init__(self, unit: Unit, layout: FlatBuffer, parameters: list[EagerParamBase], first_index: int, communicator: Communicator) -> None:
+    def __init__(
+        self, unit: Unit, layout: FlatBuffer, parameters: list[EagerParamBase], first_index: int, communicator: Communicator
+    ) -> None:
         self.unit = unit
         self.layout = layout
         self.communicator = communicator
@@ -311,6 +314,7 @@ class Unit:
         generation: counts the changes of this rank's data, so that weights saved before a change are told from the new ones.
         uses: how many forwards of layers that need the unit are running.
         held: needed until the outermost forward ends, because a parameter was used outside its layer's forward.
+        held_by: needed until this ends, for the same reason.
         backward_calls: backwards of its layers that are still to come.
         in_backward: a backward needed it since its gradients were last reduced.
     """
@@ -323,6 +327,7 @@ class Unit:
         self.generation = 0
         self.uses = 0
         self.held = False
+        self.held_by: RunningBackward | None = None
         self.backward_calls = 0
         self.in_backward = False
         self.is_filled = False
@@ -365,8 +370,8 @@ class Unit:
             changed = [shard for shard in self.shards if shard.park()]
             if changed:
                 raise ShardingError(
-                    f"{changed[0].describe()}: it was changed in place while it was whole, which would be lost; change it with set_value, or "
-                    "inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+                    f"{changed[0].describe()}: it was changed in place while it was whole, which would be lost; change it with "
+                    "set_value, or inside `with paddle_fsdp_ckpt.local_parameters(model):`"
                 )
 
     def release(self) -> None:

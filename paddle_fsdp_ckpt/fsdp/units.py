@@ -11,7 +11,6 @@ from paddle.base.framework import EagerParamBase
 
 from ..errors import ShardingError, listing
 
-
 ROOT = "(model)"
 """Name of the unit of the parameters that the model itself holds; no layer's name."""
 

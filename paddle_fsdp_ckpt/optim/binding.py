@@ -1,4 +1,4 @@
-"""Bind an optimizer to the sharded model that it steps: what needs all shards at once, or the parameters local, is put on this one object."""
+"""Bind an optimizer to the sharded model that it steps: what needs all shards, or the parameters local, is put on this one object."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
         raise ShardingError(f"{type(optimizer).__name__}: it holds no parameters; give it model.parameters()")
     if foreign:
         raise ShardingError(
-            f"{type(optimizer).__name__}: {len(foreign)} of its {len(parameters)} parameters are not in a sharded model: {listing(foreign)}; "
-            "shard their model first, and give parameters outside it an optimizer of their own"
+            f"{type(optimizer).__name__}: {len(foreign)} of its {len(parameters)} parameters are not in a sharded model: "
+            f"{listing(foreign)}; shard their model first, and give parameters outside it an optimizer of their own"
         )
 
 
@@ -91,12 +91,13 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
         check_clip(clip)
     if getattr(optimizer, "_use_multi_tensor", False):
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__}: use_multi_tensor=True needs a gradient of every parameter on every rank, and a rank keeps only some; leave it out"
+            f"{type(optimizer).__name__}: use_multi_tensor=True needs a gradient of every parameter on every rank, and a rank "
+            "keeps only some; leave it out"
         )
     if any(optimizer._accumulators.values()) or optimizer._master_weights:
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__}: it has state already, for parameters as they were before they were sharded; bind it before its first "
-            "step, then load its state"
+            f"{type(optimizer).__name__}: it has state already, for parameters as they were before they were sharded; bind it before its "
+            "first step, then load its state"
         )
 
 

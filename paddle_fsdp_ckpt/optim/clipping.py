@@ -22,7 +22,8 @@ def check_clip(clip: Any) -> None:
     """
     if clip is not None and type(clip) not in (nn.ClipGradByGlobalNorm, nn.ClipGradByNorm, nn.ClipGradByValue):
         raise UnsupportedOptimizerError(
-            f"{type(clip).__name__} can't clip the gradients of a sharded model; use paddle.nn.ClipGradByGlobalNorm, ClipGradByNorm or ClipGradByValue"
+            f"{type(clip).__name__} can't clip the gradients of a sharded model; use paddle.nn.ClipGradByGlobalNorm, "
+            "ClipGradByNorm or ClipGradByValue"
         )
 
 

@@ -206,7 +206,8 @@ def check_bound(optimizer: Any) -> None:
     """
     if binding_of(optimizer) is None:
         raise ShardingError(
-            f"{type(optimizer).__name__} is not bound to a sharded model; call fully_shard(model, optimizer=opt) or bind_optimizer(opt) first"
+            f"{type(optimizer).__name__} is not bound to a sharded model; call fully_shard(model, optimizer=opt) or "
+            "bind_optimizer(opt) first"
         )
 
 

@@ -11,8 +11,8 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..layout import Range
 from ..pieces import Piece
-from .format import PADDLE_METADATA_NAME, Manifest
-from .index import read_headers
+from .format import PADDLE_METADATA_NAME
+from .index import CheckpointIndex
 
 
 def piece_of(key: str, weight: ShardedWeight) -> Piece:
@@ -29,12 +29,11 @@ def piece_of(key: str, weight: ShardedWeight) -> Piece:
     )
 
 
-def write_paddle_metadata(directory: Path, manifest: Manifest) -> None:
+def write_paddle_metadata(directory: Path, index: CheckpointIndex) -> None:
     """Write ``0.metadata`` for the files in ``directory``, so that stock ``load_state_dict(..., safetensors=True)`` reads them.
 
-    What the files hold is read from their headers. Nothing of this package reads ``0.metadata``.
+    Nothing of this package reads ``0.metadata``.
     """
-    index = read_headers(directory, manifest)
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
     for key in index.stored:
         tensors: list[LocalTensorMetadata] = []
@@ -43,7 +42,7 @@ def write_paddle_metadata(directory: Path, manifest: Manifest) -> None:
             tensor = LocalTensorMetadata(box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, flat is not None, flat)
             where = LocalTensorIndex(key, box.global_offset, flat is not None, flat, local_shape=box.local_shape)
             if where not in metadata.storage_metadata:
-                metadata.storage_metadata[where] = manifest.files[file].name
+                metadata.storage_metadata[where] = index.manifest.files[file].name
                 tensors.append(tensor)
         metadata.state_dict_metadata[key] = tensors
         metadata.flat_mapping[key] = (key,)

@@ -232,7 +232,9 @@ class Manifest:
             optimizers=fields["optimizers"],
             extra_state=fields["extra_state"],
             files=tuple(FileRecord.from_json(record) for record in _list(fields["files"], "files")),
-            tied=tuple(tuple(_string(name, "a tied name") for name in _list(group, "a tied group")) for group in _list(fields["tied"], "tied")),
+            tied=tuple(
+                tuple(_string(name, "a tied name") for name in _list(group, "a tied group")) for group in _list(fields["tied"], "tied")
+            ),
             format_version=_count(fields["format_version"], "format_version"),
         )
         expected = [rank_file_name(rank) for rank in range(len(manifest.files))]

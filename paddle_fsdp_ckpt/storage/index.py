@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> Manifest:
     with open(descriptor, "rb") as file:
         if size > _MAX_MANIFEST_NBYTES:
             raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
-        encoded = file.read(_MAX_MANIFEST_NBYTES)
+        encoded = file.read(size)
     try:
         return Manifest.from_json(encoded.decode())
     except ValueError as error:

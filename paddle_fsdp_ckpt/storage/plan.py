@@ -197,6 +197,19 @@ def plan_read(
     return ReadPlan(index, targets, problems, reads, duplicates)
 
 
+def check_complete(index: CheckpointIndex) -> None:
+    """Raise where a checkpoint doesn't hold every element of each of its keys.
+
+    Raises:
+        MismatchError: it lists the keys.
+    """
+    shapes = {key: index.global_shape(key) for key in index.stored}
+    whole = [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()]
+    uncovered = plan_read(index, whole, shapes).problems.uncovered
+    if uncovered:
+        raise MismatchError(f"{len(uncovered)} keys are not whole, though all ranks wrote what they have of them: {_sentences(uncovered)}")
+
+
 def _find_runs(index: CheckpointIndex, target: Piece, stored: Iterable[Stored], itemsize: int) -> list[_Run]:
     """Return where the target's elements lie, once for each time they are stored."""
     runs: list[_Run] = []

@@ -47,7 +47,7 @@ def held_bytes() -> int:
 
 def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
     """Return how many units were whole at once, how many gradients, and the bytes of whole buffers against those of the largest unit."""
-    model = {"net": Net, "recomputed": lambda blocks: Recomputed(False), "lora": lambda blocks: Net(blocks, None, LoRALinear)}[kind](6)
+    model = {"net": Net, "recomputed": lambda blocks: Recomputed(False), "inner recompute": lambda blocks: Recomputed(True), "lora": lambda blocks: Net(blocks, None, LoRALinear)}[kind](6)
     optimizer, runtime = sharded(model)
     units, gradients, whole_bytes = [0], [0], [0]
     gather = Unit.gather
@@ -76,7 +76,7 @@ def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
     return max(units), max(gradients), max(whole_bytes), largest
 
 
-@pytest.mark.parametrize("kind", ["net", "recomputed", "lora"])
+@pytest.mark.parametrize("kind", ["net", "recomputed", "inner recompute", "lora"])
 def test_one_unit_is_whole_at_a_time(ranks: Ranks, kind: str) -> None:
     for units, gradients, whole_bytes, largest in ranks(2).run(gathered_at_once, kind):
         assert units == 1
@@ -275,7 +275,14 @@ def everything_dropped() -> list[str]:
         optimizer.step()
         optimizer.clear_grad()
     loss = language_loss(run, model, 3)
-    kept = {"model": model, "optimizer": optimizer, "runtime": runtime, "parameter": model.embed.weight, "unit": runtime.units[0], "loss": loss}
+    kept = {
+        "model": model,
+        "optimizer": optimizer,
+        "runtime": runtime,
+        "parameter": model.embed.weight,
+        "unit": runtime.units[0],
+        "loss": loss,
+    }
     references = {name: weakref.ref(thing) for name, thing in kept.items()}
     del kept, model, optimizer, runtime, loss
     gc.collect()

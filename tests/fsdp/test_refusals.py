@@ -175,7 +175,9 @@ def snapshot(model: Any) -> Any:
     """Everything that sharding changes."""
     if not isinstance(model, nn.Layer):
         return None
-    layers = [(layer, list(layer.__dict__), dict(layer._forward_pre_hooks), dict(layer._forward_post_hooks)) for layer in model.sublayers(True)]
+    layers = [
+        (layer, list(layer.__dict__), dict(layer._forward_pre_hooks), dict(layer._forward_post_hooks)) for layer in model.sublayers(True)
+    ]
     parameters = [
         (name, type(p), None if isinstance(p, ShardedParameter) or not p._is_initialized() else p.numpy().tobytes())
         for name, p in model.named_parameters()

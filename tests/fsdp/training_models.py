@@ -35,7 +35,7 @@ class Net(nn.Layer):
 
     Args:
         blocks: how many.
-        tied: ``"matmul"`` (the root's forward uses the embedding's weight), ``"same"`` (the head's layer holds the same Parameter), or None.
+        tied: ``"matmul"`` (the root's forward uses the embedding's weight), ``"same"`` (the head holds the same Parameter), or None.
     """
 
     def __init__(self, blocks: int = 2, tied: str | None = None, block: type[nn.Layer] = Block) -> None:

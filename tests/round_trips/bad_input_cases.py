@@ -11,8 +11,8 @@ from typing import Any
 import paddle
 from checkpoint_cases import Tied, train
 from harness import this_rank
-from strict_cases import Refusal, attempt, backward, copied, make, snapshot
 from paddle import nn
+from strict_cases import Refusal, attempt, backward, copied, make, snapshot
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import checkpoint
@@ -129,7 +129,9 @@ def save_and_load_here(paths: list[str]) -> list[Any]:
     train(made, stepper, 0, 1)
     before = snapshot(made, stepper)
     steps = []
-    for step, path in enumerate(["relative", Path("up") / ".." / "dotted", f"{paths[0]}/deep/er/absolute", Path(paths[0]) / "path", "./relative/"]):
+    for step, path in enumerate(
+        ["relative", Path("up") / ".." / "dotted", f"{paths[0]}/deep/er/absolute", Path(paths[0]) / "path", "./relative/"]
+    ):
         ckpt.save(path, model=made, optimizer=stepper, step=step, overwrite=True)
         steps.append(ckpt.load(path, model=made, optimizer=stepper).step)
     after = snapshot(made, stepper)
@@ -150,7 +152,9 @@ def one_rank_fails_to_save(path: str, rank: int, where: str, overwrite: bool) ->
     if this_rank().rank == rank:
         setattr(module, name, _failing)
     try:
-        result = attempt(lambda: ckpt.save(path, model=made, optimizer=stepper, step=2, overwrite=overwrite, timeout_seconds=20), made, stepper)
+        result = attempt(
+            lambda: ckpt.save(path, model=made, optimizer=stepper, step=2, overwrite=overwrite, timeout_seconds=20), made, stepper
+        )
     finally:
         setattr(module, name, kept)
     there = Path(path).exists()
@@ -178,7 +182,18 @@ def one_rank_fails_to_read(path: str, rank: int) -> tuple[str, str]:
     return result
 
 
+def one_rank_lost_its_states(path: str) -> Refusal:
+    made, stepper = make("base")
+    train(made, stepper, 0, 1)
+    if this_rank().rank == 1:
+        stepper._accumulators["moment1"].clear()
+    return attempt(lambda: ckpt.save(path, model=made, optimizer=stepper, timeout_seconds=20), made, stepper)
+
+
 def values(path: str) -> dict[str, bytes | None]:
     made, stepper = make("base", seed=6)
     ckpt.load(path, model=made, optimizer=stepper)
-    return {key: copied(weight.local_tensor) for key, weight in {**ckpt.sharded_state_dict(made), **ckpt.optimizer_sharded_state_dict(stepper)}.items()}
+    return {
+        key: copied(weight.local_tensor)
+        for key, weight in {**ckpt.sharded_state_dict(made), **ckpt.optimizer_sharded_state_dict(stepper)}.items()
+    }

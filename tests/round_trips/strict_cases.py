@@ -53,8 +53,14 @@ def snapshot(model: nn.Layer, *optimizers: Any) -> Snapshot:
                 found[f"{number}/{accumulator}/{owner}"] = (copied(tensor), list(tensor.shape), tensor.name)
         for owner, tensor in optimizer._master_weights.items():
             found[f"{number}/master/{owner}"] = (copied(tensor), tensor.name)
-        plain = {key: value for key, value in optimizer.__dict__.items() if isinstance(value, (int, float, str, set, list)) and "param" not in key}
-        found[f"{number}/settings"] = repr(sorted((key, sorted(map(str, value)) if isinstance(value, (set, list)) else value) for key, value in plain.items()))
+        plain = {
+            key: value
+            for key, value in optimizer.__dict__.items()
+            if isinstance(value, (int, float, str, set, list)) and "param" not in key
+        }
+        found[f"{number}/settings"] = repr(
+            sorted((key, sorted(map(str, value)) if isinstance(value, (set, list)) else value) for key, value in plain.items())
+        )
     return found
 
 
@@ -166,7 +172,11 @@ def refused_load(paths: list[str], model: str, optimizer: str | None, fresh: boo
         train(made, stepper, 40, 42)
     backward(made)
     given = stepper if with_optimizer else None
-    result = attempt(lambda: ckpt.load(paths[this_rank().rank % len(paths)], model=made, optimizer=given, timeout_seconds=30), made, *[stepper] * (stepper is not None))
+    result = attempt(
+        lambda: ckpt.load(paths[this_rank().rank % len(paths)], model=made, optimizer=given, timeout_seconds=30),
+        made,
+        *[stepper] * (stepper is not None),
+    )
     if stepper is not None:
         stepper.clear_grad()
         train(made, stepper, 42, 43)

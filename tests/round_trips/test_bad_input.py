@@ -13,6 +13,7 @@ from bad_input_cases import (
     SUBJECTS,
     one_rank_fails_to_read,
     one_rank_fails_to_save,
+    one_rank_lost_its_states,
     one_without_optimizer,
     refused_extra_state,
     refused_path,
@@ -81,7 +82,9 @@ def test_load_of_what_is_no_checkpoint(case: str, words: str, tmp_path: Path, ra
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize(("case", "words"), [("file", "is no directory"), ("foreign", "is not empty"), ("stock", "is not empty"), ("dangling link", "")])
+@pytest.mark.parametrize(
+    ("case", "words"), [("file", "is no directory"), ("foreign", "is not empty"), ("stock", "is not empty"), ("dangling link", "")]
+)
 def test_save_to_what_may_not_be_replaced(case: str, words: str, overwrite: bool, tmp_path: Path, ranks: Ranks) -> None:
     path = prepare(case, tmp_path)
     before = listing(tmp_path)
@@ -191,7 +194,12 @@ def test_left_overs_of_a_dead_save_of_another_world_size(tmp_path: Path, ranks: 
             (path / f"{rank}_0.safetensors").write_bytes(b"half")
     ranks(2).run(save_base, str(tmp_path / "target"))
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted([other.name, "target"])
-    assert sorted(one.name for one in (tmp_path / "target").iterdir()) == ["0.metadata", "0_0.safetensors", "1_0.safetensors", "manifest.json"]
+    assert sorted(one.name for one in (tmp_path / "target").iterdir()) == [
+        "0.metadata",
+        "0_0.safetensors",
+        "1_0.safetensors",
+        "manifest.json",
+    ]
     assert ranks(2).run(values, str(tmp_path / "target")) == ranks(2).run(values, str(good))
 
 
@@ -205,6 +213,12 @@ def test_one_rank_fails_to_save(rank: int, where: str, overwrite: bool, tmp_path
     assert [old for _, old in results] == [2 if overwrite else None] * 2
     check([result for result, _ in results], f"rank {rank} failed: OSError: [Errno 28] No space left", "RankFailedError")
     assert [one.name for one in tmp_path.iterdir()] == ["target"]
+
+
+def test_states_that_only_some_ranks_have_are_not_saved(tmp_path: Path, ranks: Ranks) -> None:
+    results = ranks(2).run(one_rank_lost_its_states, str(tmp_path / "new"))
+    check(results, "keys are not whole", "MismatchError")
+    assert listing(tmp_path) == {}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -26,7 +26,7 @@ def rewrite(source: Path, target: Path, edit: Callable[[Held], list[Held]]) -> s
     index = read_index(source)
     target.mkdir()
     files: dict[str, list[Held]] = {record.name: [] for record in index.manifest.files}
-    for key in index.keys():
+    for key in index.stored:
         for piece, file, offset in index.pieces(key):
             nbytes = piece.numel * np.dtype(piece.dtype).itemsize
             data = memoryview((source / file).read_bytes())[offset : offset + nbytes]
@@ -39,7 +39,7 @@ def rewrite(source: Path, target: Path, edit: Callable[[Held], list[Held]]) -> s
 def cut_key(path: Path) -> str:
     """A parameter of which both ranks keep a piece."""
     index = read_index(path)
-    return next(key for key in index.keys() if key.endswith(".weight") and len(index.stored[key]) == 2)
+    return next(key for key in index.stored if key.endswith(".weight") and len(index.stored[key]) == 2)
 
 
 def part(held: Held, start: int, stop: int) -> Held:
@@ -95,7 +95,9 @@ def check(results: list[Refusal], words: list[str], kind: str = "MismatchError",
         ("untied", "base", "adamw", ["embed.weight = out.weight", "one tied parameter in the model"]),
     ],
 )
-def test_what_does_not_fit_is_refused(path: str, model: str, optimizer: str, words: list[str], fresh: bool, saved: Path, ranks: Ranks) -> None:
+def test_what_does_not_fit_is_refused(
+    path: str, model: str, optimizer: str, words: list[str], fresh: bool, saved: Path, ranks: Ranks
+) -> None:
     check(ranks(2).run(refused_load, [str(saved / path)], model, optimizer, fresh), words)
 
 
@@ -117,7 +119,9 @@ def test_weights_that_do_not_fit_are_refused(path: str, model: str, words: list[
 
 
 def test_a_checkpoint_without_optimizer_is_refused_with_one(saved: Path, ranks: Ranks) -> None:
-    check(ranks(2).run(refused_load, [str(saved / "weights")], "base", "adamw", True), ["without an optimizer"], "IncompleteCheckpointError")
+    check(
+        ranks(2).run(refused_load, [str(saved / "weights")], "base", "adamw", True), ["without an optimizer"], "IncompleteCheckpointError"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

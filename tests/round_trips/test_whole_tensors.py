@@ -13,12 +13,15 @@ from whole_cases import (
     fresh_optimizer,
     frozen_later,
     grouped,
+    inside_local_parameters,
     load_plain,
     load_sharded,
     masters,
     odd_tensors,
+    optimizer_alone,
     reordered,
     save_plain,
+    strange_names,
     truth_on_ranks,
     two_models,
     two_optimizers,
@@ -36,7 +39,7 @@ def is_state(key: str) -> bool:
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("model", ["tied", "partly"])
+@pytest.mark.parametrize("model", ["tied", "convolutions"])
 @pytest.mark.parametrize("source", ["single", "ranks"])
 def test_saved_plain_loaded_sharded(source: str, model: str, weights_only: bool, tmp_path: Path, ranks: Ranks, single: RankPool) -> None:
     path = str(tmp_path / "plain")
@@ -50,7 +53,8 @@ def test_saved_plain_loaded_sharded(source: str, model: str, weights_only: bool,
             assert all(sorted(outcome.report.not_asked_for) == sorted(states) for outcome, _ in loaded)
         else:
             assert_equal_states({key: array for key, array in found.items() if is_state(key)}, flat(states))
-            np.testing.assert_allclose(loaded[0][1], losses, rtol=2e-5)
+            if model != "convolutions":  # BatchNorm sees another batch on each rank.
+                np.testing.assert_allclose(loaded[0][1], losses, rtol=2e-5)
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -123,3 +127,16 @@ def test_odd_tensors(sharded: bool, tmp_path: Path, ranks: Ranks) -> None:
     for saved, loaded, wrong in ranks(2).run(odd_tensors, str(tmp_path / "odd"), sharded):
         assert wrong == []
         assert_equal_states(loaded, saved)
+
+
+@pytest.mark.parametrize("model", ["partly", "tiny"])
+def test_the_optimizer_alone(model: str, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(optimizer_alone, model, str(tmp_path / "alone")) == [(True, True, True)] * 2
+
+
+def test_inside_local_parameters(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(inside_local_parameters, str(tmp_path / "local")) == [True, True]
+
+
+def test_strange_names(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(strange_names, str(tmp_path / "names")) == [True, True]

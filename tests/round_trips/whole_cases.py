@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import paddle
-from checkpoint_cases import MODELS, OPTIMIZERS, Outcome, Tied, held, train, whole
-from harness import this_rank
+from checkpoint_cases import GLOBAL_BATCH, MODELS, OPTIMIZERS, VOCABULARY, Outcome, Tied, held, train
 from paddle import nn
 from strict_cases import changes, copied, snapshot
 
@@ -26,8 +24,6 @@ def truth_of(model: nn.Layer) -> Truth:
 
 def plain_train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]:
     """Train a plain model over the whole batch, whatever the number of ranks."""
-    from checkpoint_cases import GLOBAL_BATCH, VOCABULARY
-
     losses = []
     for step in range(first, last):
         tokens = paddle.to_tensor(np.random.RandomState(step).randint(0, VOCABULARY, [GLOBAL_BATCH, 5]))
@@ -115,8 +111,8 @@ def _ordered_groups(model: nn.Layer, backwards: bool) -> Any:
     parameters = model.parameters()
     groups = [
         {"params": parameters[:3], "weight_decay": 0.3, "learning_rate": 0.5},
-        {"params": parameters[3:], "weight_decay": 0.0, "beta1": 0.8},
         {"params": []},
+        {"params": parameters[3:], "weight_decay": 0.0, "beta1": 0.8},
     ]
     return paddle.optimizer.AdamW(0.01, parameters=groups[::-1] if backwards else groups)
 
@@ -135,7 +131,9 @@ def reordered(path: str) -> tuple[list[float], list[float], bool]:
         else:
             ckpt.load(path, model=made, optimizer=stepper)
         runs.append((train(made, stepper, 2, 5), held(made, stepper)))
-    same = runs[0][1].keys() == runs[1][1].keys() and all(np.array_equal(runs[0][1][key].values, runs[1][1][key].values) for key in runs[0][1])
+    same = runs[0][1].keys() == runs[1][1].keys() and all(
+        np.array_equal(runs[0][1][key].values, runs[1][1][key].values) for key in runs[0][1]
+    )
     return runs[0][0], runs[1][0], same
 
 
@@ -232,7 +230,10 @@ def masters(path: str) -> dict[str, bool]:
             paddle.assign(paddle.rand(tensor.shape) + float(number), tensor)
     saved = _bytes_by_key(made, stepper)
     ckpt.save(path, model=made, optimizer=stepper)
-    found = {"saving changes nothing": _bytes_by_key(made, stepper) == saved, "there are masters": any(key.endswith(".w_0") for key in saved)}
+    found = {
+        "saving changes nothing": _bytes_by_key(made, stepper) == saved,
+        "there are masters": any(key.endswith(".w_0") for key in saved),
+    }
     paddle.seed(2)
     made, stepper = _low_precision()
     before = _bytes_by_key(made, stepper)
@@ -286,14 +287,16 @@ def fresh_optimizer(path: str) -> tuple[list[str], int, list[float], list[float]
 class Odd(nn.Layer):
     """Tensors of odd kinds: a strided buffer, one without elements, integers, a scalar, a tied buffer, bool."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, strided: bool) -> None:
         super().__init__()
         values = np.random.RandomState(seed)
         self.weight = self.create_parameter([])
         self.matrix = self.create_parameter([3, 1, 2])
-        self.register_buffer("strided", paddle.to_tensor(values.rand(4, 3).astype("float32")).t())
-        self.register_buffer("every_second", paddle.to_tensor(values.rand(4, 6).astype("float32"))[:, ::2])
-        self.register_buffer("empty", paddle.zeros([0, 3]))
+        if strided:
+            self.register_buffer("empty", paddle.zeros([0, 3]))
+            self.register_buffer("transposed", paddle.to_tensor(values.rand(4, 3).astype("float32")).t())
+            self.register_buffer("every_second", paddle.to_tensor(values.rand(4, 6).astype("float32"))[:, ::2])
+            self.register_buffer("half_second", paddle.to_tensor(values.rand(4, 6).astype("float32")).astype("bfloat16")[:, ::2])
         self.register_buffer("count", paddle.to_tensor(values.randint(0, 100), dtype="int64"))
         self.register_buffer("flags", paddle.to_tensor(values.rand(5) > 0.5))
         self.register_buffer("one", paddle.to_tensor(values.rand(2).astype("float64")))
@@ -305,7 +308,7 @@ def odd_tensors(path: str, sharded: bool) -> tuple[Truth, Truth, list[str]]:
     runs = []
     for seed in (1, 2):
         paddle.seed(seed)
-        made = Odd(seed)
+        made = Odd(seed, strided=not sharded)
         if sharded:
             ckpt.fully_shard(made, optimizer=None)
         strides = {name: tuple(buffer.strides) for name, buffer in made.named_buffers()}
@@ -334,5 +337,74 @@ def held_now(model: nn.Layer, stepper: Any, path: str) -> Any:
     return held(model, stepper)
 
 
-__all__: list[str] = []
-_Unused = Callable, whole, this_rank
+def optimizer_alone(model: str, path: str) -> tuple[bool, bool, bool]:
+    """Load the optimizer without the model, then the model; the same as both together."""
+    paddle.seed(1)
+    made = MODELS[model]()
+    stepper = OPTIMIZERS["adamw"](made)
+    ckpt.fully_shard(made, optimizer=stepper)
+    train(made, stepper, 0, 2)
+    ckpt.save(path, model=made, optimizer=stepper)
+    saved = _bytes_by_key(made, stepper)
+    train(made, stepper, 5, 6)
+    now = _bytes_by_key(made, stepper)
+    report = ckpt.load(path, optimizer=stepper)
+    after = _bytes_by_key(made, stepper)
+    weights = ckpt.sharded_state_dict(made)
+    stayed = all(after[key] == now[key] for key in weights)
+    loaded = all(after[key] == saved[key] for key in after if key not in weights)
+    assert set(weights) <= set(report.not_asked_for)
+    ckpt.load(path, model=made)
+    return stayed, loaded, _bytes_by_key(made, stepper) == saved
+
+
+def inside_local_parameters(path: str) -> bool:
+    """Save and load while the parameters are shown local; they stay so."""
+    paddle.seed(1)
+    made = Tied()
+    stepper = OPTIMIZERS["adamw"](made)
+    ckpt.fully_shard(made, optimizer=stepper)
+    train(made, stepper, 0, 2)
+    saved = _bytes_by_key(made, stepper)
+    with ckpt.local_parameters(made):
+        ckpt.save(path, model=made, optimizer=stepper)
+        for parameter in made.parameters():
+            if parameter.size:
+                paddle.assign(parameter + 1.0, parameter)
+        ckpt.load(path, model=made, optimizer=stepper)
+        ckpt.init_optimizer_state(stepper)
+        shown = all(list(parameter.shape) == [parameter._shard.range.numel] for parameter in made.parameters())
+    same = _bytes_by_key(made, stepper) == saved
+    train(made, stepper, 2, 3)
+    return shown and same
+
+
+class Named(nn.Layer):
+    """Names that mean something to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("__metadata__", "w_0", "moment1_0", "naïve 名", "a/b", "steps"):
+            self.add_parameter(name, self.create_parameter([5, 3]))
+        self.w_1 = nn.LayerDict({"w_0": nn.Linear(2, 3), "moment1_0": nn.Linear(3, 2)})
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return paddle.add_n([parameter.sum() for parameter in self.parameters()]) + paddle.zeros([*tokens.shape, VOCABULARY])
+
+
+def strange_names(path: str) -> bool:
+    states = []
+    for seed in (1, 2):
+        paddle.seed(seed)
+        made = Named()
+        stepper = OPTIMIZERS["adamw"](made)
+        ckpt.fully_shard(made, optimizer=stepper)
+        train(made, stepper, 0, seed)
+        if seed == 1:
+            ckpt.save(path, model=made, optimizer=stepper)
+        else:
+            weights_only = ckpt.load(path, model=made)
+            assert not set(weights_only.not_asked_for) & set(ckpt.sharded_state_dict(made))
+            ckpt.load(path, model=made, optimizer=stepper)
+        states.append(_bytes_by_key(made, stepper))
+    return states[0] == states[1]

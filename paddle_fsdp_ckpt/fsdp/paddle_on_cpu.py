@@ -1,0 +1,55 @@
+"""Let Paddle's own ``paddle.distributed.fsdp.fully_shard`` run on CPU and gloo, for development and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from ..errors import ShardingError
+
+
+@contextmanager
+def paddle_runtime_on_cpu() -> Iterator[None]:
+    """Inside the block, Paddle 3.3's auto-parallel ``fully_shard`` cuts and trains on CPU. Nothing of Paddle's own is changed outside of it.
+
+    What it changes: slots are aligned as on a GPU, as Paddle has no alignment for CPU; ``paddle.distributed.reduce_scatter``, which gloo
+    lacks, is an all_reduce of which each rank keeps its part; and on leaving, the context that the block's ``fully_shard`` registered is
+    taken out again, so that other optimizers of the process no longer step it. A model that was cut inside can't train outside.
+
+    Raises:
+        ShardingError: Paddle is on another device, or a model is cut already.
+    """
+    fusion = import_module("paddle.distributed.auto_parallel.fully_shard_fusion")
+    if not paddle.get_device().startswith("cpu"):
+        raise ShardingError(f"this is for CPU, and Paddle runs on {paddle.get_device()}: there its fully_shard runs as it is")
+    if fusion.get_fsdp_context() is not None:
+        raise ShardingError("a model is cut by paddle.distributed.fsdp.fully_shard already, and a process has room for one")
+    device_type, reduce_scatter = fusion.get_current_device_type, dist.reduce_scatter
+    fusion.get_current_device_type = lambda: "gpu"
+    dist.reduce_scatter = _reduce_scatter
+    try:
+        yield
+    finally:
+        fusion.get_current_device_type, dist.reduce_scatter = device_type, reduce_scatter
+        fusion.register_fsdp_context(None)
+
+
+class _Done:
+    """The task of a collective that is over."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _reduce_scatter(tensor: Any, tensor_or_tensor_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, sync_op: bool = True) -> _Done:
+    whole = tensor_or_tensor_list.clone()  # the output is the head of the input
+    group = dist.get_group(0) if group is None else group
+    dist.all_reduce(whole, op=op, group=group, sync_op=True)
+    numel = tensor.shape[0]
+    paddle.assign(whole._slice(group.rank * numel, (group.rank + 1) * numel), tensor)
+    return _Done()

@@ -1,0 +1,301 @@
+"""Read a model that Paddle's own ``paddle.distributed.fsdp.fully_shard`` cut: its flat buffers as our layout, and this rank's live views.
+
+Paddle 3.3's auto-parallel runtime, ``paddle.distributed.auto_parallel.fully_shard_fusion``. It registers one context in the process;
+everything here is read from that context anew at each call, and nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+from ..errors import ShardingError, listing
+from ..layout import ITEM_SIZES, FlatBuffer, Layout, Range, Slot, stock_loads_exactly
+from .unit import dtype_name
+from .units import named_buffers, named_parameters
+
+_MODULE = "paddle.distributed.auto_parallel.fully_shard_fusion"
+_WRITTEN_FOR = "3.3.1"
+_CONTEXT_ATTRIBUTES = ("buffer_manager.buffer_groups", "buffer_manager._fsdp_group", "comm_manager.buffer_cnt_in_using", "mesh")
+_CONTEXT_ATTRIBUTES += ("comm_sync_and_reset_status",)
+_GROUP_ATTRIBUTES = ("params", "trainable", "params_use_cnt", "grads_use_cnt", "grads_buffer", "params_buffer.data_buffer")
+_GROUP_ATTRIBUTES += ("params_buffer.param_offsets", "params_buffer.total_buffer_size", "params_buffer.fsdp_degree")
+_GROUP_ATTRIBUTES += ("params_buffer.status", "params_buffer.comm_task", "params_buffer.clear_tmp_buffer")
+
+
+@dataclass(frozen=True, eq=False)
+class PaddleBuffer:
+    """One of Paddle's fused buffers.
+
+    Attributes:
+        layout: where everything lies.
+        live: ``data_buffer``, this rank's 1-D shard; the tensor that optimizers step.
+        parameters: Paddle's parameters, one a slot.
+        trainable: whether optimizers step it.
+    """
+
+    layout: FlatBuffer
+    live: paddle.Tensor
+    parameters: tuple[Any, ...]
+    trainable: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PaddleShard:
+    """A parameter in one of Paddle's fused buffers, and what this rank keeps of it.
+
+    Attributes:
+        buffer: the fused buffer.
+        slot: its place there.
+        range: this rank's part, counted from the parameter's own first element; ``Range(0, 0)`` where there is none.
+        parameter: Paddle's parameter, a DTensor that has data only while it is gathered.
+        rank: this rank's position.
+    """
+
+    buffer: PaddleBuffer
+    slot: Slot
+    range: Range
+    parameter: Any
+    rank: int
+
+    @property
+    def in_shard(self) -> Range:
+        """Where this rank's part lies in the rank's shard, and so in each accumulator of the buffer."""
+        return self.range.shift(self.slot.offset - self.buffer.layout.shard(self.rank).start) if self.range.numel else Range(0, 0)
+
+    @property
+    def local(self) -> paddle.Tensor:
+        """The live 1-D view of this rank's part, which must not be empty."""
+        return self.view_of(self.buffer.live)
+
+    def view_of(self, fused: paddle.Tensor) -> paddle.Tensor:
+        """Return the 1-D view of this rank's part of a tensor that is cut like the buffer; the part must not be empty."""
+        return fused._slice(self.in_shard.start, self.in_shard.stop)
+
+
+@dataclass(frozen=True, eq=False)
+class PaddleRuntime:
+    """A model as Paddle's own runtime cut it.
+
+    Attributes:
+        context: Paddle's ``FullyShardFusion``.
+        model: the model.
+        layout: all fused buffers.
+        buffers: the live ones, in the layout's order.
+        rank: this rank's position among those that the model is cut over.
+        group: Paddle's group of these ranks.
+        shards: all parameters.
+    """
+
+    context: Any
+    model: nn.Layer
+    layout: Layout
+    buffers: tuple[PaddleBuffer, ...]
+    rank: int
+    group: Any
+    shards: tuple[PaddleShard, ...]
+
+    def values_written(self) -> None:
+        """Let go of all that was gathered from the weights before, and of gradients of theirs. All ranks must call it, between steps.
+
+        Paddle keeps gathered buffers for the next use, also across steps; after a load they are out of date.
+        """
+        manager = self.context.comm_manager
+        # Paddle's own leaves buffers alone that are being prefetched, and counts of layers that a forward did not use.
+        self.context.comm_sync_and_reset_status()
+        for group in self.context.buffer_manager.buffer_groups:
+            gathered = group.params_buffer
+            if gathered.comm_task is not None:
+                gathered.comm_task.wait()
+                gathered.comm_task = None
+            gathered.clear_tmp_buffer()
+            gathered.status = type(gathered.status).FREED
+            group.params_use_cnt = group.grads_use_cnt = 0
+            if group.grads_buffer is not None:
+                group.grads_buffer.clear_tmp_buffer()
+                group.grads_buffer.data_buffer.zero_()
+        manager.buffer_cnt_in_using = 0
+
+
+def paddle_runtime() -> PaddleRuntime | None:
+    """Return what Paddle's own ``fully_shard`` cut in this process, or None where it cut nothing.
+
+    Raises:
+        ShardingError: this Paddle's runtime lacks something that is relied on, or the model is cut in a way that can't be read.
+    """
+    try:
+        context = import_module(_MODULE).get_fsdp_context()
+    except (ImportError, AttributeError):
+        return None
+    return None if context is None else _read(context)
+
+
+def paddle_runtime_of(model: nn.Layer) -> PaddleRuntime | None:
+    """Return the runtime of a model that Paddle's own ``fully_shard`` cut, or None for any other model.
+
+    Raises:
+        ShardingError: as :func:`paddle_runtime`.
+    """
+    try:
+        context = import_module(_MODULE).get_fsdp_context()
+    except (ImportError, AttributeError):
+        return None
+    return _read(context) if context is not None and getattr(context, "model", None) is model else None
+
+
+def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
+    """Return this rank's part of the parameters and persistable buffers of a model that Paddle's own ``fully_shard`` cut.
+
+    The same keys and descriptions as our own runtime gives, see :func:`paddle_fsdp_ckpt.sharded_state_dict`. After something was loaded
+    into them call ``paddle_runtime_of(model).values_written()``.
+
+    Raises:
+        ShardingError: Paddle's own ``fully_shard`` did not cut this model, or did in a way that can't be read.
+    """
+    runtime = paddle_runtime_of(model)
+    if runtime is None:
+        raise ShardingError(f"{type(model).__name__} is not the model that paddle.distributed.fsdp.fully_shard cut in this process")
+    _warn_of_cuts(runtime)
+    weights: dict[str, ShardedWeight] = {}
+    for shard in runtime.shards:
+        if shard.range.numel:
+            weights.update({name: flat_weight(name, shard, shard.local) for name in shard.slot.names})
+    weights.update({name: replicated_weight(name, buffer) for name, buffer in named_buffers(model)})
+    return weights
+
+
+def flat_weight(key: str, shard: PaddleShard, view: paddle.Tensor) -> ShardedWeight:
+    """Describe ``view``, the 1-D piece of something elementwise that this rank keeps for a parameter."""
+    shape = shard.slot.shape
+    if shard.buffer.layout.world_size == 1:
+        view.get_tensor()._set_dims(list(shape))
+        return ShardedWeight(key, view, shape, shape, (0,) * len(shape))
+    return ShardedWeight(key, view, shape, shape, (0,) * len(shape), True, slice(shard.range.start, shard.range.stop))
+
+
+def replicated_weight(key: str, tensor: paddle.Tensor) -> ShardedWeight:
+    """Describe a tensor that every rank has whole."""
+    shape = tuple(tensor.shape)
+    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
+
+
+def _read(context: Any) -> PaddleRuntime:
+    _check_attributes(context)
+    model, group = context.model, context.buffer_manager._fsdp_group
+    if list(context.mesh.shape) != [group.nranks]:
+        raise ShardingError(
+            f"Paddle's fully_shard was given a mesh of shape {list(context.mesh.shape)}, and cuts wrongly over one of several dimensions; "
+            'give it dist.ProcessMesh(ranks, dim_names=["dp"])'
+        )
+    rank = context.mesh.process_ids.index(dist.get_rank())
+    names = {id(named.parameter): tuple(sorted(named.names)) for named in named_parameters(model)}
+    buffers = tuple(_buffer(one, names, group.nranks) for one in context.buffer_manager.buffer_groups)
+    _check_complete(model, buffers, names)
+    shards = tuple(_shards(buffers, rank))
+    layout = Layout(tuple(buffer.layout for buffer in buffers), group.nranks)
+    return PaddleRuntime(context, model, layout, buffers, rank, group, shards)
+
+
+def _shards(buffers: Sequence[PaddleBuffer], rank: int) -> Iterator[PaddleShard]:
+    for buffer in buffers:
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            yield PaddleShard(buffer, slot, buffer.layout.local_range(slot, rank), parameter, rank)
+
+
+def _buffer(group: Any, names: dict[int, tuple[str, ...]], world_size: int) -> PaddleBuffer:
+    fused = group.params_buffer
+    live = fused.data_buffer
+    unnamed = [parameter.name for parameter in group.params if id(parameter) not in names]
+    if unnamed:
+        raise ShardingError(
+            f"Paddle's fused buffer '{live.name}' holds what is no parameter of the model now: {listing(unnamed)}; Paddle can't cut running "
+            "statistics, nor parameters that are replaced after fully_shard. Use paddle_fsdp_ckpt.fully_shard for this model"
+        )
+    placed = sorted(((int(fused.param_offsets[parameter.name]), parameter) for parameter in group.params), key=lambda pair: pair[0])
+    slots = tuple(Slot(names[id(parameter)], tuple(parameter.shape), offset) for offset, parameter in placed)
+    dtype = dtype_name(live)
+    total = int(fused.total_buffer_size)
+    shard_numel = -(-total // world_size)
+    ends = [*(slot.offset for slot in slots[1:]), total]
+    problems = [f"'{slot.name}' overlaps what comes after it" for slot, end in zip(slots, ends, strict=True) if slot.range.stop > end]
+    if int(fused.fsdp_degree) != world_size:
+        problems.append(f"it is cut over {fused.fsdp_degree} ranks, and the group has {world_size}")
+    if list(live.shape) != [shard_numel] or total % world_size:
+        problems.append(f"this rank's shard has shape {list(live.shape)}, not a {world_size}th of {total} elements")
+    if dtype not in ITEM_SIZES:
+        problems.append(f"its dtype is {dtype}")
+    if problems:
+        raise ShardingError(
+            f"Paddle's fused buffer '{live.name}' is not cut as in Paddle {_WRITTEN_FOR}, and {paddle.__version__} is installed: "
+            f"{listing(problems)}; use Paddle {_WRITTEN_FOR}, or paddle_fsdp_ckpt.fully_shard"
+        )
+    layout = FlatBuffer(live.name, dtype, slots, shard_numel, world_size)
+    return PaddleBuffer(layout, live, tuple(parameter for _, parameter in placed), not live.stop_gradient)
+
+
+def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dict[int, tuple[str, ...]]) -> None:
+    held = [parameter for buffer in buffers for parameter in buffer.parameters]
+    left_out = [name for one, (name, *_) in names.items() if one not in {id(parameter) for parameter in held}]
+    if left_out:
+        raise ShardingError(
+            f"{type(model).__name__} has parameters that Paddle's fully_shard did not cut: {listing(left_out)}; change the model first, then cut it"
+        )
+    seen: dict[str, str] = {}
+    untied = []
+    for parameter in held:
+        first = seen.setdefault(parameter.name, names[id(parameter)][0])
+        if first != names[id(parameter)][0]:
+            untied.append(f"{first} = {names[id(parameter)][0]}")
+    if untied:
+        raise ShardingError(
+            f"these were one tied parameter each, and Paddle's fully_shard made two of it, which share one slot: {listing(untied)}; it can't "
+            "train them right. Use paddle_fsdp_ckpt.fully_shard for this model"
+        )
+    replaced = [name for name, tensor in named_buffers(model) if tensor.is_dist()]
+    if replaced:
+        raise ShardingError(f"buffers distributed by Paddle: {listing(replaced)}; keep buffers whole on every rank")
+
+
+def _check_attributes(context: Any) -> None:
+    missing = [name for name in _CONTEXT_ATTRIBUTES if not _has(context, name)]
+    if not missing:
+        for group in context.buffer_manager.buffer_groups:
+            missing += [f"buffer_groups[...].{name}" for name in _GROUP_ATTRIBUTES if not _has(group, name)]
+    if missing:
+        raise ShardingError(
+            f"Paddle's fully_shard in version {paddle.__version__} is not the one of {_WRITTEN_FOR} that this was written for: its "
+            f"{type(context).__name__} lacks {listing(dict.fromkeys(missing))}; use Paddle {_WRITTEN_FOR}, or paddle_fsdp_ckpt.fully_shard"
+        )
+
+
+def _has(value: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def _warn_of_cuts(runtime: PaddleRuntime) -> None:
+    bad = []
+    for buffer in runtime.buffers:
+        for slot in buffer.layout.slots:
+            pieces = [buffer.layout.local_range(slot, rank) for rank in range(runtime.layout.world_size)]
+            filled = [piece for piece in pieces if piece.numel]
+            if len(filled) > 1 and not stock_loads_exactly(slot.shape, filled):
+                bad.append(slot.name)
+    if bad:
+        warnings.warn(
+            f"Paddle's fully_shard cut {len(bad)} parameters where paddle.distributed.load_state_dict restores them wrongly, without an error: "
+            f"{listing(bad)}. Load them with paddle_fsdp_ckpt.load, which restores them right, or use paddle_fsdp_ckpt.fully_shard, which cuts "
+            "elsewhere",
+            stacklevel=3,
+        )

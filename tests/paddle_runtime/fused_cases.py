@@ -1,0 +1,338 @@
+"""A model cut by Paddle's own fully_shard on CPU, and what runs on the ranks to train, save and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from harness import this_rank
+from paddle import nn
+from paddle.nn import functional as F
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
+from paddle_fsdp_ckpt.fsdp.paddle_runtime import PaddleRuntime, paddle_runtime_of, sharded_state_dict
+from paddle_fsdp_ckpt.host_memory import bytes_of, destinations
+from paddle_fsdp_ckpt.optim import StateKind
+from paddle_fsdp_ckpt.optim.fused import begin_load, fused_states, init_optimizer_state, optimizer_sharded_state_dict, weight_of
+from paddle_fsdp_ckpt.rendezvous import open_rendezvous
+from paddle_fsdp_ckpt.storage.commit import commit_checkpoint
+from paddle_fsdp_ckpt.storage.flex import piece_of
+from paddle_fsdp_ckpt.storage.format import Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.index import read_index
+from paddle_fsdp_ckpt.storage.plan import plan_read
+from paddle_fsdp_ckpt.storage.reader import execute_read
+from paddle_fsdp_ckpt.storage.writer import write_rank_file
+
+GLOBAL_BATCH = 12
+FEATURES = 4
+Factory = Callable[[nn.Layer], Any]
+
+
+class TransformerLayer(nn.Layer):
+    """Paddle's runtime cuts into units by this class name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Layer):
+    """Without get_input_embeddings, parameters before and after the blocks share a buffer, and Paddle's runtime waits for ever."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, width, bias_attr=False)
+        self.blocks = nn.LayerList([TransformerLayer(width) for _ in range(3)])
+        self.head = nn.Linear(width, 1)
+        self.register_buffer("scale", paddle.full([2], 0.5))
+
+    def get_input_embeddings(self) -> nn.Layer:
+        return self.embed
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _made_by(cls: str, rate: float, **settings: Any) -> dict[str, Factory]:
+    make = getattr(paddle.optimizer, cls)
+    shown = " ".join([cls.lower(), *(name for name in settings if name in ("amsgrad", "centered"))])
+    return {
+        shown: lambda model: make(rate, parameters=model.parameters(), **settings),
+        f"{shown} named": lambda model: make(rate, parameters=model.parameters(), name="opt", **settings),
+    }
+
+
+OPTIMIZERS: dict[str, Factory] = {
+    **_made_by("Adam", 0.01),
+    **_made_by("AdamW", 0.01, weight_decay=0.1),
+    **_made_by("AdamW", 0.01, amsgrad=True),
+    **_made_by("Momentum", 0.01),
+    **_made_by("SGD", 0.01),
+    **_made_by("Adamax", 0.01),
+    **_made_by("RMSProp", 0.01, momentum=0.5, centered=True),
+    **_made_by("NAdam", 0.01),
+    **_made_by("Adadelta", 0.5),
+    **_made_by("Adagrad", 0.01),
+}
+CLIPPED = {
+    "adamw clipped": lambda model: paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.5)),
+}
+STATES = {
+    "Adam": {"moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"},
+    "AdamW": {"moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"},
+    "Momentum": {"velocity_0"},
+    "SGD": set(),
+    "Adamax": {"moment_0", "inf_norm_0", "beta1_pow_acc_0"},
+    "RMSProp": {"momentum_0", "mean_square_0", "mean_grad_0"},
+    "NAdam": {"moment1_0", "moment2_0", "momentum_decay_pow_0", "beta2_pow_0", "mu_product_0"},
+    "Adadelta": {"avg_squared_grad_0", "avg_squared_update_0"},
+    "Adagrad": {"moment_0"},
+}
+
+
+@dataclass
+class Held:
+    """What a rank holds: key -> (global shape, flat range or None, values); and the losses that led there."""
+
+    losses: list[float]
+    state: dict[str, tuple[tuple[int, ...], tuple[int, int] | None, np.ndarray]]
+
+
+@contextmanager
+def cut_by_paddle(optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32") -> Iterator[tuple[nn.Layer, Any]]:
+    """A model cut by Paddle's own runtime, and an optimizer, made before or after."""
+    from paddle.distributed.fsdp import fully_shard
+
+    make = {**OPTIMIZERS, **CLIPPED}[optimizer]
+    with paddle_runtime_on_cpu():
+        mesh = dist.ProcessMesh(list(range(this_rank().world_size)), dim_names=["dp"])
+        dist.auto_parallel.set_mesh(mesh)
+        model = plain_model(seed, dtype)
+        stepper = make(model) if optimizer_first else None
+        fully_shard(model, mesh=mesh)
+        yield model, stepper or make(model)
+
+
+def plain_model(seed: int = 1, dtype: str = "float32") -> nn.Layer:
+    paddle.seed(seed)
+    model = Blocks()
+    if dtype != "float32":
+        for parameter in model.parameters():
+            paddle.assign(parameter.astype(dtype), parameter)
+    return model
+
+
+def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]:
+    """Train over the steps first to last; the losses are over the global batch."""
+    losses = []
+    for step in range(first, last):
+        batch = paddle.to_tensor(np.random.RandomState(step).randn(GLOBAL_BATCH, FEATURES).astype("float32"))
+        target = batch.sum(-1, keepdim=True)
+        if paddle_runtime_of(model) is not None:
+            batch, target = (_share(one) for one in (batch, target))
+        loss = (model(batch) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(np.asarray(loss.numpy()).item())
+    return losses
+
+
+def _share(batch: paddle.Tensor) -> paddle.Tensor:
+    """This rank's rows, as a distributed tensor: a loss over it is the mean over all ranks' rows."""
+    place = this_rank()
+    rows = batch.shape[0] // place.world_size
+    mine = batch[place.rank * rows : (place.rank + 1) * rows]
+    return dist.auto_parallel.api.dtensor_from_local(mine, dist.auto_parallel.get_mesh(), [dist.Shard(0)])
+
+
+def all_weights(model: nn.Layer, optimizer: Any) -> dict[str, Any]:
+    return {**sharded_state_dict(model), **optimizer_sharded_state_dict(optimizer)}
+
+
+def held(model: nn.Layer, optimizer: Any, losses: list[float] | None = None) -> Held:
+    """Copy what this rank holds."""
+    state = {}
+    for key, weight in all_weights(model, optimizer).items():
+        flat = (weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
+        values = np.frombuffer(bytes(bytes_of(weight.local_tensor)), np.uint8)
+        if str(weight.local_tensor.dtype).endswith("float32"):
+            values = values.view(np.float32)
+        state[key] = (tuple(weight.global_shape), flat, values)
+    return Held(losses or [], state)
+
+
+def plain_held(model: nn.Layer, optimizer: Any, losses: list[float]) -> Held:
+    """What an unsharded run holds, under the same keys."""
+    state = {}
+    for name, parameter in model.named_parameters():
+        state[name] = (tuple(parameter.shape), None, parameter.numpy().reshape(-1))
+        for accumulator, tensors in optimizer._accumulators.items():
+            key = f"{name}.{accumulator.removeprefix('opt_').lstrip('_')}_0"
+            state[key] = (tuple(tensors[parameter.name].shape), None, tensors[parameter.name].numpy().reshape(-1))
+    state["scale"] = ((2,), None, model.scale.numpy())
+    return Held(losses, state)
+
+
+def whole(ranks: list[Held]) -> dict[str, np.ndarray]:
+    """Put the ranks' pieces together, and check that they cover every key just once, or are equal replicas."""
+    arrays: dict[str, np.ndarray] = {}
+    counts: dict[str, np.ndarray] = {}
+    for one in ranks:
+        for key, (shape, flat, values) in one.state.items():
+            array = arrays.setdefault(key, np.zeros(int(np.prod(shape)), values.dtype))
+            count = counts.setdefault(key, np.zeros(array.size, int))
+            if flat is None and count.any():
+                np.testing.assert_array_equal(array, values, err_msg=f"replicas of {key} differ")
+                continue
+            start, stop = flat or (0, array.size)
+            array[start:stop] = values
+            count[start:stop] += 1
+    for key, count in counts.items():
+        assert (count == 1).all(), f"{key} is not covered once: {count}"
+    return arrays
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """Every key, bit for bit."""
+    assert one.keys() == other.keys()
+    for key, array in one.items():
+        np.testing.assert_array_equal(array, other[key], err_msg=key)
+
+
+def save(path: str, model: nn.Layer, optimizer: Any) -> None:
+    """What ``save`` of the package is to do for these models."""
+    runtime = _runtime(model)
+    rendezvous, token = open_rendezvous(runtime.group)
+    weights = sharded_state_dict(model)
+    if rendezvous.rank > 0:
+        weights = {key: weight for key, weight in weights.items() if weight.is_flattened}
+    for state in fused_states(optimizer):
+        if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
+            weights[state.key] = weight_of(state)
+    names = [shard.slot.name for shard in runtime.shards]
+
+    def build_manifest(files: Any) -> Manifest:
+        return Manifest(
+            step=3,
+            world_size=rendezvous.world_size,
+            created=utc_now(),
+            versions={},
+            optimizers=[{"class": type(optimizer).__name__, "groups": [{"parameters": names}], "with_gradient": names}],
+            extra_state=None,
+            files=tuple(files),
+        )
+
+    def write_files(directory: Path) -> Any:
+        return write_rank_file(
+            directory / rank_file_name(rendezvous.rank),
+            [(piece_of(key, weight), bytes_of(weight.local_tensor)) for key, weight in weights.items()],
+        )
+
+    commit_checkpoint(Path(path), rendezvous, write_files=write_files, build_manifest=build_manifest, token=token)
+
+
+def load(path: str, model: nn.Layer, optimizer: Any) -> None:
+    """What ``load`` of the package is to do for these models, short of agreeing and refusing together."""
+    loading = begin_load(optimizer)
+    weights = {**sharded_state_dict(model), **loading.weights}
+    index = read_index(Path(path))
+    everywhere = {shard.slot.name for shard in _runtime(model).shards if not shard.range.numel}
+    expected = {key for key in index.stored if key.rpartition(".")[0] in everywhere or key in everywhere}
+    plan = plan_read(index, [piece_of(key, weight) for key, weight in weights.items()], expected)
+    plan.problems.raise_if_any()
+    with destinations([weight.local_tensor for weight in weights.values()]) as views:
+        execute_read(plan, views)
+    loading.finish()
+    _runtime(model).values_written()
+
+
+def _runtime(model: nn.Layer) -> PaddleRuntime:
+    runtime = paddle_runtime_of(model)
+    assert runtime is not None
+    return runtime
+
+
+def train_unsharded(optimizer: str, steps: int) -> Held:
+    model = plain_model()
+    stepper = {**OPTIMIZERS, **CLIPPED}[optimizer](model)
+    losses = train(model, stepper, 0, steps)
+    return plain_held(model, stepper, losses)
+
+
+def train_and_save(optimizer: str, path: str, optimizer_first: bool = False) -> tuple[Held, Held]:
+    """Three steps, save, and three more: what was saved, and the uninterrupted run's end."""
+    with cut_by_paddle(optimizer, optimizer_first=optimizer_first) as (model, stepper):
+        losses = train(model, stepper, 0, 3)
+        before = held(model, stepper, losses)
+        save(path, model, stepper)
+        after = held(model, stepper)
+        assert before.state.keys() == after.state.keys()
+        for key, (_, _, values) in before.state.items():
+            np.testing.assert_array_equal(values, after.state[key][2], err_msg=f"saving changed {key}")
+        return before, held(model, stepper, train(model, stepper, 3, 6))
+
+
+def load_and_train(optimizer: str, path: str, used_steps: int = 0, stop_in: str = "step") -> tuple[Held, Held]:
+    """Other weights, perhaps a few steps of something else, load, and three more steps."""
+    with cut_by_paddle(optimizer, seed=99) as (model, stepper):
+        train(model, stepper, 50, 50 + used_steps)
+        if stop_in == "forward":  # what it gathers is out of date after the load
+            model(_share(paddle.ones([GLOBAL_BATCH, FEATURES])))
+        if stop_in == "backward":  # and so is what is left of this gradient
+            model(_share(paddle.ones([GLOBAL_BATCH, FEATURES]))).sum().backward()
+        load(path, model, stepper)
+        loaded = held(model, stepper)
+        return loaded, held(model, stepper, train(model, stepper, 3, 6))
+
+
+def load_into_plain(optimizer: str, path: str) -> Held:
+    """The package's own load, into an unsharded model."""
+    model = plain_model(99)
+    stepper = OPTIMIZERS[optimizer](model)
+    ckpt.load(path, model=model, optimizer=stepper)
+    return plain_held(model, stepper, [])
+
+
+def load_into_ours(optimizer: str, path: str) -> list[float]:
+    """The package's own load, into a model that our runtime cut; and what it does next."""
+    model = plain_model(99)
+    stepper = OPTIMIZERS[optimizer](model)
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.load(path, model=model, optimizer=stepper)
+    place = this_rank()
+    rows = GLOBAL_BATCH // place.world_size
+    losses = []
+    for step in range(3, 6):
+        batch = np.random.RandomState(step).randn(GLOBAL_BATCH, FEATURES).astype("float32")[place.rank * rows :][:rows]
+        mine = paddle.to_tensor(batch)
+        loss = (model(mine) - mine.sum(-1, keepdim=True)).square().mean()
+        loss.backward()
+        stepper.step()
+        stepper.clear_grad()
+        value = loss.detach().clone()
+        dist.all_reduce(value)
+        losses.append(value.item() / place.world_size)
+    return losses
+
+
+def fresh_state(optimizer: str) -> dict[str, tuple[int, ...]]:
+    """The keys and shapes that an optimizer has before its first step."""
+    with cut_by_paddle(optimizer) as (_, stepper):
+        init_optimizer_state(stepper)
+        return {key: tuple(weight.global_shape) for key, weight in optimizer_sharded_state_dict(stepper).items()}
