@@ -369,7 +369,7 @@ def _check_optimizers(index: CheckpointIndex, steppers: Sequence[Stepper]) -> No
     if unknown:
         raise MismatchError(
             f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {len(unknown)} parameters "
-            f"of the optimizer were in no optimizer when it was saved: {listing(unknown)}. Give the optimizer the same parameters, {way_out}"
+            f"of the optimizer were in no optimizer when it was saved: {listing(unknown)}. Give it the same parameters, {way_out}"
         )
 
 

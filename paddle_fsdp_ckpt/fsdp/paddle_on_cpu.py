@@ -15,7 +15,7 @@ from ..errors import ShardingError
 
 @contextmanager
 def paddle_runtime_on_cpu() -> Iterator[None]:
-    """Inside the block, Paddle 3.3's auto-parallel ``fully_shard`` cuts and trains on CPU. Nothing of Paddle's own is changed outside of it.
+    """Inside the block, Paddle 3.3's auto-parallel ``fully_shard`` cuts and trains on CPU. Paddle is as before outside of it.
 
     What it changes: slots are aligned as on a GPU, as Paddle has no alignment for CPU; ``paddle.distributed.reduce_scatter``, which gloo
     lacks, is an all_reduce of which each rank keeps its part; and on leaving, the context that the block's ``fully_shard`` registered is
@@ -24,7 +24,7 @@ def paddle_runtime_on_cpu() -> Iterator[None]:
     Raises:
         ShardingError: Paddle is on another device, or a model is cut already.
     """
-    fusion = import_module("paddle.distributed.auto_parallel.fully_shard_fusion")
+    fusion: Any = import_module("paddle.distributed.auto_parallel.fully_shard_fusion")
     if not paddle.get_device().startswith("cpu"):
         raise ShardingError(f"this is for CPU, and Paddle runs on {paddle.get_device()}: there its fully_shard runs as it is")
     if fusion.get_fsdp_context() is not None:
@@ -46,7 +46,7 @@ class _Done:
         return True
 
 
-def _reduce_scatter(tensor: Any, tensor_or_tensor_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, sync_op: bool = True) -> _Done:
+def _reduce_scatter(tensor: Any, tensor_or_tensor_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> _Done:
     whole = tensor_or_tensor_list.clone()  # the output is the head of the input
     group = dist.get_group(0) if group is None else group
     dist.all_reduce(whole, op=op, group=group, sync_op=True)

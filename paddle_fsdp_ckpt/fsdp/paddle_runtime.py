@@ -24,11 +24,27 @@ from .units import named_buffers, named_parameters
 
 _MODULE = "paddle.distributed.auto_parallel.fully_shard_fusion"
 _WRITTEN_FOR = "3.3.1"
-_CONTEXT_ATTRIBUTES = ("buffer_manager.buffer_groups", "buffer_manager._fsdp_group", "comm_manager.buffer_cnt_in_using", "mesh")
-_CONTEXT_ATTRIBUTES += ("comm_sync_and_reset_status",)
-_GROUP_ATTRIBUTES = ("params", "trainable", "params_use_cnt", "grads_use_cnt", "grads_buffer", "params_buffer.data_buffer")
-_GROUP_ATTRIBUTES += ("params_buffer.param_offsets", "params_buffer.total_buffer_size", "params_buffer.fsdp_degree")
-_GROUP_ATTRIBUTES += ("params_buffer.status", "params_buffer.comm_task", "params_buffer.clear_tmp_buffer")
+_CONTEXT_ATTRIBUTES = (
+    "model",
+    "mesh",
+    "comm_sync_and_reset_status",
+    "buffer_manager.buffer_groups",
+    "buffer_manager._fsdp_group",
+    "comm_manager.buffer_cnt_in_using",
+)
+_GROUP_ATTRIBUTES = (
+    "params",
+    "params_use_cnt",
+    "grads_use_cnt",
+    "grads_buffer",
+    "params_buffer.data_buffer",
+    "params_buffer.param_offsets",
+    "params_buffer.total_buffer_size",
+    "params_buffer.fsdp_degree",
+    "params_buffer.status",
+    "params_buffer.comm_task",
+    "params_buffer.clear_tmp_buffer",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,8 +232,8 @@ def _buffer(group: Any, names: dict[int, tuple[str, ...]], world_size: int) -> P
     unnamed = [parameter.name for parameter in group.params if id(parameter) not in names]
     if unnamed:
         raise ShardingError(
-            f"Paddle's fused buffer '{live.name}' holds what is no parameter of the model now: {listing(unnamed)}; Paddle can't cut running "
-            "statistics, nor parameters that are replaced after fully_shard. Use paddle_fsdp_ckpt.fully_shard for this model"
+            f"Paddle's fused buffer '{live.name}' holds what is no parameter of the model now: {listing(unnamed)}; Paddle can't cut "
+            "running statistics, nor may parameters be replaced after fully_shard. Use paddle_fsdp_ckpt.fully_shard for this model"
         )
     placed = sorted(((int(fused.param_offsets[parameter.name]), parameter) for parameter in group.params), key=lambda pair: pair[0])
     slots = tuple(Slot(names[id(parameter)], tuple(parameter.shape), offset) for offset, parameter in placed)
@@ -246,7 +262,8 @@ def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dic
     left_out = [name for one, (name, *_) in names.items() if one not in {id(parameter) for parameter in held}]
     if left_out:
         raise ShardingError(
-            f"{type(model).__name__} has parameters that Paddle's fully_shard did not cut: {listing(left_out)}; change the model first, then cut it"
+            f"{type(model).__name__} has parameters that Paddle's fully_shard did not cut: {listing(left_out)}; change the model first, "
+            "then cut it"
         )
     seen: dict[str, str] = {}
     untied = []
@@ -256,8 +273,8 @@ def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dic
             untied.append(f"{first} = {names[id(parameter)][0]}")
     if untied:
         raise ShardingError(
-            f"these were one tied parameter each, and Paddle's fully_shard made two of it, which share one slot: {listing(untied)}; it can't "
-            "train them right. Use paddle_fsdp_ckpt.fully_shard for this model"
+            f"these were one tied parameter each, and Paddle's fully_shard made two of it, which share one slot: {listing(untied)}; "
+            "it can't train them right. Use paddle_fsdp_ckpt.fully_shard for this model"
         )
     replaced = [name for name, tensor in named_buffers(model) if tensor.is_dist()]
     if replaced:
@@ -294,8 +311,8 @@ def _warn_of_cuts(runtime: PaddleRuntime) -> None:
                 bad.append(slot.name)
     if bad:
         warnings.warn(
-            f"Paddle's fully_shard cut {len(bad)} parameters where paddle.distributed.load_state_dict restores them wrongly, without an error: "
-            f"{listing(bad)}. Load them with paddle_fsdp_ckpt.load, which restores them right, or use paddle_fsdp_ckpt.fully_shard, which cuts "
-            "elsewhere",
+            f"Paddle's fully_shard cut {len(bad)} parameters where paddle.distributed.load_state_dict restores them wrongly, without an "
+            f"error: {listing(bad)}. Load them with paddle_fsdp_ckpt.load, which restores them right, or use paddle_fsdp_ckpt.fully_shard, "
+            "which cuts elsewhere",
             stacklevel=3,
         )

@@ -70,7 +70,7 @@ def fused_states(optimizer: Any) -> list[OptimizerState]:
         UnsupportedOptimizerError: the same.
     """
     runtime = check_fused(optimizer)
-    kinds = fused_entry_of(optimizer).states
+    name, kinds = type(optimizer).__name__, fused_entry_of(optimizer).states
     owners = {_owner(optimizer, buffer): buffer for buffer in runtime.buffers}
     states: list[OptimizerState] = []
     for accumulator, tensors in optimizer._accumulators.items():
@@ -125,9 +125,9 @@ class FusedLoad:
             differing += [f"{state.key} and {pairs[0][0].key}" for state, copy in pairs[1:] if copy.numpy().tobytes() != first]
         if differing:
             raise MismatchError(
-                f"Paddle's fused buffers have one value for all their parameters, and the checkpoint has different ones: {listing(differing)}; "
-                "the parameters did not step equally often. The optimizer holds a part of the checkpoint now, load it again from another one; "
-                "this one loads with paddle_fsdp_ckpt.fully_shard"
+                "a fused buffer of Paddle's has one value for all its parameters, and the checkpoint has different ones: "
+                f"{listing(differing)}; the parameters did not step equally often. The optimizer holds a part of the checkpoint now: load "
+                "another one, or shard the model with paddle_fsdp_ckpt.fully_shard and load this one"
             )
         with paddle.no_grad():
             for pairs in loaded.values():
@@ -180,11 +180,11 @@ def check_fused(optimizer: Any) -> PaddleRuntime:
     if not held <= cut:
         raise ShardingError(
             f"{name} holds {len(held - cut)} parameters that are not of the model that paddle.distributed.fsdp.fully_shard cut: "
-            f"{listing(sorted(one.removesuffix('.dist') for one in held - cut))}. Paddle lets every optimizer of the process step that model; "
-            "use one model and one optimizer"
+            f"{listing(sorted(one.removesuffix('.dist') for one in held - cut))}. Paddle lets every optimizer of the process step that "
+            "model; use one model and one optimizer"
         )
     if not trainable <= held:
-        slots = {parameter.name: shard.slot.name for shard in runtime.shards for parameter in (shard.parameter,)}
+        slots = {shard.parameter.name: shard.slot.name for shard in runtime.shards}
         raise ShardingError(
             f"{name} doesn't hold {len(trainable - held)} of the model's trainable parameters, and Paddle would step them all the same: "
             f"{listing(sorted(slots[one] for one in trainable - held))}; give it model.parameters()"
@@ -231,5 +231,6 @@ def _check_shape(optimizer: Any, state: str, kind: StateKind, buffer: PaddleBuff
     shape = list(tensor.shape)
     if shape not in ([[], [1]] if kind is StateKind.SCALAR else [list(buffer.live.shape)]):
         raise UnsupportedOptimizerError(
-            f"state '{state}' of {type(optimizer).__name__} for '{buffer.live.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
+            f"state '{state}' of {type(optimizer).__name__} for '{buffer.live.name}' has shape {shape}, and is {kind.value}; it can't be "
+            "saved right"
         )

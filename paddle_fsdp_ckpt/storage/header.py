@@ -71,6 +71,8 @@ def encode_header(pieces: Sequence[Piece]) -> bytes:
     descriptions: dict[str, JsonValue] = {}
     position = 0
     for piece in pieces:
+        if piece.key == METADATA_KEY:
+            raise ValueError(f"'{METADATA_KEY}' can't be stored: safetensors keeps that name for itself; rename the tensor")
         if piece.key in header:
             raise ValueError(f"'{piece.key}' can't be stored twice in one file; a rank must give each key one piece")
         stop = position + piece.numel * DTYPE_NBYTES[piece.dtype]

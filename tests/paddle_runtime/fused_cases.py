@@ -51,10 +51,10 @@ class TransformerLayer(nn.Layer):
 class Blocks(nn.Layer):
     """Without get_input_embeddings, parameters before and after the blocks share a buffer, and Paddle's runtime waits for ever."""
 
-    def __init__(self, width: int = 10) -> None:
+    def __init__(self, width: int = 10, blocks: int = 3) -> None:
         super().__init__()
         self.embed = nn.Linear(FEATURES, width, bias_attr=False)
-        self.blocks = nn.LayerList([TransformerLayer(width) for _ in range(3)])
+        self.blocks = nn.LayerList([TransformerLayer(width) for _ in range(blocks)])
         self.head = nn.Linear(width, 1)
         self.register_buffer("scale", paddle.full([2], 0.5))
 
@@ -114,7 +114,9 @@ class Held:
 
 
 @contextmanager
-def cut_by_paddle(optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32") -> Iterator[tuple[nn.Layer, Any]]:
+def cut_by_paddle(
+    optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32", blocks: int = 3
+) -> Iterator[tuple[nn.Layer, Any]]:
     """A model cut by Paddle's own runtime, and an optimizer, made before or after."""
     from paddle.distributed.fsdp import fully_shard
 
@@ -122,15 +124,15 @@ def cut_by_paddle(optimizer: str, *, seed: int = 1, optimizer_first: bool = Fals
     with paddle_runtime_on_cpu():
         mesh = dist.ProcessMesh(list(range(this_rank().world_size)), dim_names=["dp"])
         dist.auto_parallel.set_mesh(mesh)
-        model = plain_model(seed, dtype)
+        model = plain_model(seed, dtype, blocks)
         stepper = make(model) if optimizer_first else None
         fully_shard(model, mesh=mesh)
         yield model, stepper or make(model)
 
 
-def plain_model(seed: int = 1, dtype: str = "float32") -> nn.Layer:
+def plain_model(seed: int = 1, dtype: str = "float32", blocks: int = 3) -> nn.Layer:
     paddle.seed(seed)
-    model = Blocks()
+    model = Blocks(blocks=blocks)
     if dtype != "float32":
         for parameter in model.parameters():
             paddle.assign(parameter.astype(dtype), parameter)
@@ -275,9 +277,9 @@ def train_unsharded(optimizer: str, steps: int) -> Held:
     return plain_held(model, stepper, losses)
 
 
-def train_and_save(optimizer: str, path: str, optimizer_first: bool = False) -> tuple[Held, Held]:
+def train_and_save(optimizer: str, path: str, optimizer_first: bool = False, blocks: int = 3) -> tuple[Held, Held]:
     """Three steps, save, and three more: what was saved, and the uninterrupted run's end."""
-    with cut_by_paddle(optimizer, optimizer_first=optimizer_first) as (model, stepper):
+    with cut_by_paddle(optimizer, optimizer_first=optimizer_first, blocks=blocks) as (model, stepper):
         losses = train(model, stepper, 0, 3)
         before = held(model, stepper, losses)
         save(path, model, stepper)
@@ -288,9 +290,9 @@ def train_and_save(optimizer: str, path: str, optimizer_first: bool = False) -> 
         return before, held(model, stepper, train(model, stepper, 3, 6))
 
 
-def load_and_train(optimizer: str, path: str, used_steps: int = 0, stop_in: str = "step") -> tuple[Held, Held]:
+def load_and_train(optimizer: str, path: str, used_steps: int = 0, stop_in: str = "step", blocks: int = 3) -> tuple[Held, Held]:
     """Other weights, perhaps a few steps of something else, load, and three more steps."""
-    with cut_by_paddle(optimizer, seed=99) as (model, stepper):
+    with cut_by_paddle(optimizer, seed=99, blocks=blocks) as (model, stepper):
         train(model, stepper, 50, 50 + used_steps)
         if stop_in == "forward":  # what it gathers is out of date after the load
             model(_share(paddle.ones([GLOBAL_BATCH, FEATURES])))

@@ -382,14 +382,18 @@ def inside_local_parameters(path: str) -> bool:
 class Named(nn.Layer):
     """Names that mean something to others."""
 
+    NAMES = ("w_0", "moment1_0", "naïve 名", "a/b", "manifest")
+
     def __init__(self) -> None:
         super().__init__()
-        for name in ("__metadata__", "w_0", "moment1_0", "naïve 名", "a/b", "steps"):
+        for name in self.NAMES:
             self.add_parameter(name, self.create_parameter([5, 3]))
         self.w_1 = nn.LayerDict({"w_0": nn.Linear(2, 3), "moment1_0": nn.Linear(3, 2)})
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        return paddle.add_n([parameter.sum() for parameter in self.parameters()]) + paddle.zeros([*tokens.shape, VOCABULARY])
+        total = paddle.add_n([getattr(self, name).sum() for name in self.NAMES])
+        inner = self.w_1["moment1_0"](self.w_1["w_0"](paddle.ones([1, 2])))
+        return total + inner.sum() + paddle.zeros([*tokens.shape, VOCABULARY])
 
 
 def strange_names(path: str) -> bool:
