@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import paddle
@@ -24,7 +23,8 @@ def paddle_runtime_on_cpu() -> Iterator[None]:
     Raises:
         ShardingError: Paddle is on another device, or a model is cut already.
     """
-    fusion: Any = import_module("paddle.distributed.auto_parallel.fully_shard_fusion")
+    from paddle.distributed.auto_parallel import fully_shard_fusion as fusion
+
     if not paddle.get_device().startswith("cpu"):
         raise ShardingError(f"this is for CPU, and Paddle runs on {paddle.get_device()}: there its fully_shard runs as it is")
     if fusion.get_fsdp_context() is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import paddle
@@ -22,7 +21,6 @@ from ..layout import ITEM_SIZES, FlatBuffer, Layout, Range, Slot, stock_loads_ex
 from .unit import dtype_name
 from .units import named_buffers, named_parameters
 
-_MODULE = "paddle.distributed.auto_parallel.fully_shard_fusion"
 _WRITTEN_FOR = "3.3.1"
 _CONTEXT_ATTRIBUTES = (
     "model",
@@ -147,10 +145,7 @@ def paddle_runtime() -> PaddleRuntime | None:
     Raises:
         ShardingError: this Paddle's runtime lacks something that is relied on, or the model is cut in a way that can't be read.
     """
-    try:
-        context = import_module(_MODULE).get_fsdp_context()
-    except (ImportError, AttributeError):
-        return None
+    context = _registered()
     return None if context is None else _read(context)
 
 
@@ -160,10 +155,7 @@ def paddle_runtime_of(model: nn.Layer) -> PaddleRuntime | None:
     Raises:
         ShardingError: as :func:`paddle_runtime`.
     """
-    try:
-        context = import_module(_MODULE).get_fsdp_context()
-    except (ImportError, AttributeError):
-        return None
+    context = _registered()
     return _read(context) if context is not None and getattr(context, "model", None) is model else None
 
 
@@ -201,6 +193,14 @@ def replicated_weight(key: str, tensor: paddle.Tensor) -> ShardedWeight:
     """Describe a tensor that every rank has whole."""
     shape = tuple(tensor.shape)
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
+
+
+def _registered() -> Any:
+    try:
+        from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
+    except ImportError:  # another version, which registers elsewhere
+        return None
+    return get_fsdp_context()
 
 
 def _read(context: Any) -> PaddleRuntime:
@@ -264,17 +264,6 @@ def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dic
         raise ShardingError(
             f"{type(model).__name__} has parameters that Paddle's fully_shard did not cut: {listing(left_out)}; change the model first, "
             "then cut it"
-        )
-    seen: dict[str, str] = {}
-    untied = []
-    for parameter in held:
-        first = seen.setdefault(parameter.name, names[id(parameter)][0])
-        if first != names[id(parameter)][0]:
-            untied.append(f"{first} = {names[id(parameter)][0]}")
-    if untied:
-        raise ShardingError(
-            f"these were one tied parameter each, and Paddle's fully_shard made two of it, which share one slot: {listing(untied)}; "
-            "it can't train them right. Use paddle_fsdp_ckpt.fully_shard for this model"
         )
     replaced = [name for name, tensor in named_buffers(model) if tensor.is_dist()]
     if replaced:

@@ -209,10 +209,8 @@ class Runtime:
         unit = shard.unit
         if self._showing_local or (unit.uses and unit.is_filled):
             return
-        if self._running_forwards:
-            self._hold(unit)
-            self._make_whole(unit)
-        elif _running_backwards():  # of recompute, which runs a piece of a forward again
+        # A backward here is recompute's, which runs a piece of a forward again.
+        if self._running_forwards or _running_backwards():
             SAVED_WEIGHTS.enter(self)
             self._hold(unit)
             self._make_whole(unit)

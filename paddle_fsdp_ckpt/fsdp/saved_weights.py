@@ -54,7 +54,7 @@ class SavedWeights:
     def enter(self, runtime: Runtime) -> None:
         """Turn the hooks on for ``runtime``, unless somebody else's are on: then weights stay in the graph, which is right too."""
         self._active.add(runtime)
-        if not self._on:
+        if not self._on and paddle.is_grad_enabled():  # else Paddle takes no hooks, without a word
             with suppress(ValueError):  # Paddle takes one pair at a time.
                 core.eager.register_saved_tensors_hooks(self._pack, self._unpack)
                 self._on = True

@@ -7,18 +7,21 @@ that owns it, or of that one's master weight.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import paddle
+from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import MismatchError, ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_runtime import PaddleBuffer, PaddleRuntime, PaddleShard, flat_weight, paddle_runtime, replicated_weight
+from ..layout import Range
 from .catalog import CATALOG, OptimizerEntry, StateKind, state_name
 from .registry import MASTER_WEIGHT_KEY, OptimizerState
 
+_SPLIT_ATTRIBUTE = "_fused_decay_split"
 _ELEMENTWISE = StateKind.ELEMENTWISE
 _MOMENTS = {"moment1": _ELEMENTWISE, "moment2": _ELEMENTWISE}
 
@@ -57,7 +60,7 @@ def init_optimizer_state(optimizer: Any) -> None:
     runtime = check_fused(optimizer)
     block = paddle.static.default_main_program().global_block()
     with paddle.no_grad():
-        optimizer._create_accumulators(block, [buffer.live for buffer in runtime.buffers if buffer.trainable])
+        optimizer._create_accumulators(block, [one.live for one in _fused_tensors(optimizer, runtime)])
 
 
 def fused_states(optimizer: Any) -> list[OptimizerState]:
@@ -70,23 +73,23 @@ def fused_states(optimizer: Any) -> list[OptimizerState]:
         UnsupportedOptimizerError: the same.
     """
     runtime = check_fused(optimizer)
-    name, kinds = type(optimizer).__name__, fused_entry_of(optimizer).states
-    owners = {_owner(optimizer, buffer): buffer for buffer in runtime.buffers}
+    kinds = fused_entry_of(optimizer).states
+    fused = _fused_tensors(optimizer, runtime)
+    owned = {_owner(optimizer, one): one for one in fused}
+    shards: dict[int, list[PaddleShard]] = defaultdict(list)
+    for shard in runtime.shards:
+        shards[id(shard.buffer)].append(shard)
     states: list[OptimizerState] = []
     for accumulator, tensors in optimizer._accumulators.items():
         state = state_name(optimizer, accumulator)
+        if tensors and state not in kinds:
+            raise UnsupportedOptimizerError(f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states")
         for owner, tensor in tensors.items():
-            if state not in kinds:
-                raise UnsupportedOptimizerError(
-                    f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states"
-                )
-            _check_shape(optimizer, state, kinds[state], owners[owner], tensor)
-            states += _pieces(runtime, owners[owner], f"{state}_0", kinds[state], tensor)
-    for buffer in runtime.buffers:
-        master = optimizer._master_weights.get(buffer.live.name)
+            states += _pieces(shards[id(owned[owner].buffer)], owned[owner], f"{state}_0", kinds[state], tensor)
+    for one in fused:
+        master = optimizer._master_weights.get(one.live.name)
         if master is not None:
-            _check_shape(optimizer, MASTER_WEIGHT_KEY, _ELEMENTWISE, buffer, master)
-            states += _pieces(runtime, buffer, MASTER_WEIGHT_KEY, _ELEMENTWISE, master)
+            states += _pieces(shards[id(one.buffer)], one, MASTER_WEIGHT_KEY, _ELEMENTWISE, master)
     return states
 
 
@@ -155,46 +158,63 @@ def begin_load(optimizer: Any) -> FusedLoad:
     return FusedLoad(optimizer, weights, scalars)
 
 
-def check_fused(optimizer: Any) -> PaddleRuntime:
+def split_weight_decay(model: nn.Layer, optimizer: Any) -> None:
+    """Let ``apply_decay_param_fun`` decide for each parameter of a model that Paddle's own ``fully_shard`` cut, as it does unfused.
+
+    Paddle asks it with the fused buffer's name, once for all its parameters. Here it is asked with the name of each parameter that the
+    optimizer holds, and where the parameters of a buffer differ, the optimizer steps the buffer in several parts, each of parameters of
+    one kind. Only this optimizer object is changed; the buffers and their communication stay.
+
+    Args:
+        model: cut by Paddle's own ``fully_shard``.
+        optimizer: an AdamW that has not stepped yet. One without ``apply_decay_param_fun`` stays as it is.
+
+    Raises:
+        ShardingError: as :func:`check_fused`.
+        UnsupportedOptimizerError: it has states already.
+    """
+    runtime = check_fused(optimizer, decay=False)
+    if runtime.model is not model:
+        raise ShardingError(f"split_weight_decay: the {type(model).__name__} given is not the model that Paddle's fully_shard cut")
+    if getattr(optimizer, "_apply_decay_param_fun", None) is None or _SPLIT_ATTRIBUTE in optimizer.__dict__:
+        return
+    if any(optimizer._accumulators.values()) or optimizer._master_weights:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} has states of whole fused buffers already; call split_weight_decay before its first step"
+        )
+    optimizer.__dict__[_SPLIT_ATTRIBUTE] = _DecaySplit(optimizer, runtime)
+
+
+def check_fused(optimizer: Any, *, decay: bool = True) -> PaddleRuntime:
     """Return the runtime whose fused buffers an optimizer steps.
+
+    Args:
+        optimizer: the optimizer.
+        decay: check ``apply_decay_param_fun`` too.
 
     Raises:
         ShardingError: no model is cut by Paddle's own ``fully_shard``, or its parameters are not those of that model.
-        UnsupportedOptimizerError: it can't step fused buffers right.
+        UnsupportedOptimizerError: it, or a setting of it or of its parameters, can't step fused buffers right.
     """
     fused_entry_of(optimizer)
-    name = type(optimizer).__name__
     runtime = paddle_runtime()
     if runtime is None:
-        raise ShardingError(f"{name}: no model in this process was cut by paddle.distributed.fsdp.fully_shard")
-    groups = optimizer._param_groups or []
-    if any(isinstance(group, dict) for group in groups):
+        raise ShardingError(f"{type(optimizer).__name__}: no model in this process was cut by paddle.distributed.fsdp.fully_shard")
+    problems = [*_problems_of_optimizer(optimizer), *_problems_of_parameters(optimizer, runtime)]
+    if problems:
         raise UnsupportedOptimizerError(
-            f"{name}: with param groups Paddle steps all fused buffers once for each group, and ignores what the groups say; give it "
-            "parameters=model.parameters(), or use paddle_fsdp_ckpt.fully_shard"
+            f"{type(optimizer).__name__} can't step the fused buffers of Paddle's fully_shard right: {'; '.join(problems)}. Change that, "
+            "or use paddle_fsdp_ckpt.fully_shard"
         )
-    # Paddle makes new parameters in fully_shard; an optimizer made before that holds the old ones.
-    trainable = {parameter.name for buffer in runtime.buffers if buffer.trainable for parameter in buffer.parameters}
-    cut = {parameter.name for buffer in runtime.buffers for parameter in buffer.parameters}
-    held = {one.name if one.name in cut else f"{one.name}.dist" for one in groups}
-    if not held <= cut:
-        raise ShardingError(
-            f"{name} holds {len(held - cut)} parameters that are not of the model that paddle.distributed.fsdp.fully_shard cut: "
-            f"{listing(sorted(one.removesuffix('.dist') for one in held - cut))}. Paddle lets every optimizer of the process step that "
-            "model; use one model and one optimizer"
-        )
-    if not trainable <= held:
-        slots = {shard.parameter.name: shard.slot.name for shard in runtime.shards}
-        raise ShardingError(
-            f"{name} doesn't hold {len(trainable - held)} of the model's trainable parameters, and Paddle would step them all the same: "
-            f"{listing(sorted(slots[one] for one in trainable - held))}; give it model.parameters()"
-        )
-    owners = {_owner(optimizer, buffer) for buffer in runtime.buffers}
+    _check_parameters(optimizer, runtime)
+    if decay:
+        _check_decay(optimizer, runtime)
+    owners = {_owner(optimizer, one) for one in _fused_tensors(optimizer, runtime)}
     strange = sorted({owner for tensors in optimizer._accumulators.values() for owner in tensors} - owners)
     if strange:
         raise UnsupportedOptimizerError(
-            f"{name} has states of something else than fused buffers: {listing(strange)}; make it anew, so that it has not stepped before "
-            "fully_shard"
+            f"{type(optimizer).__name__} has states of something else than fused buffers: {listing(strange)}; make it anew, so that it has "
+            "not stepped before fully_shard"
         )
     return runtime
 
@@ -215,22 +235,174 @@ def fused_entry_of(optimizer: Any) -> OptimizerEntry:
     return entry
 
 
-def _owner(optimizer: Any, buffer: PaddleBuffer) -> str:
-    name: str = buffer.live.name
+def _problems_of_optimizer(optimizer: Any) -> Iterator[str]:
+    if any(isinstance(group, dict) for group in optimizer._param_groups or []):
+        yield "with param groups Paddle steps all buffers once for each group, and ignores what the groups say"
+    clip = optimizer._grad_clip
+    if clip is not None and type(clip) not in (nn.ClipGradByGlobalNorm, nn.ClipGradByValue):
+        yield f"{type(clip).__name__} takes the norm of this rank's part of a buffer for that of a parameter"
+    if getattr(optimizer, "_lr_ratio", None) is not None:
+        yield "lr_ratio is asked with a buffer, not with a parameter"
+    if getattr(optimizer, "_use_multi_tensor", False):
+        yield "use_multi_tensor=True keeps its states elsewhere"
+
+
+def _problems_of_parameters(optimizer: Any, runtime: PaddleRuntime) -> Iterator[str]:
+    for buffer in runtime.buffers:
+        if not buffer.trainable:
+            continue
+        named = [(slot.name, parameter) for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)]
+        rates = {name: (parameter.optimize_attr or {}).get("learning_rate", 1.0) for name, parameter in named}
+        if len(set(rates.values())) > 1:
+            rate = (buffer.live.optimize_attr or {}).get("learning_rate", 1.0)
+            yield f"its learning rate for all of '{buffer.live.name}' is {rate} times its own, and ParamAttr says otherwise for " + listing(
+                name for name, own in rates.items() if own != rate
+            )
+        regularized = [name for name, parameter in named if getattr(parameter, "regularizer", None) is not None]
+        if regularized:
+            yield f"the regularizers of single parameters are lost: {listing(regularized)}"
+        unclipped = [name for name, parameter in named if not getattr(parameter, "need_clip", True)]
+        if unclipped and optimizer._grad_clip is not None:
+            yield f"need_clip=False is lost: {listing(unclipped)}"
+
+
+def _check_parameters(optimizer: Any, runtime: PaddleRuntime) -> None:
+    """Raise unless the optimizer holds the trainable parameters of the model that is cut, and no others."""
+    name = type(optimizer).__name__
+    slots = {shard.parameter.name: shard.slot.name for shard in runtime.shards}
+    trainable = {one.name for buffer in runtime.buffers if buffer.trainable for one in buffer.parameters}
+    held = _held(optimizer, slots)
+    foreign = sorted(own for own, cut in held.items() if cut not in slots)
+    if foreign:
+        raise ShardingError(
+            f"{name} holds {len(foreign)} parameters that are not of the model that paddle.distributed.fsdp.fully_shard cut: "
+            f"{listing(foreign)}. Paddle lets every optimizer of the process step that model; use one model and one optimizer"
+        )
+    left_out = trainable - set(held.values())
+    if left_out:
+        raise ShardingError(
+            f"{name} doesn't hold {len(left_out)} of the model's trainable parameters, and Paddle would step them all the same: "
+            f"{listing(sorted(slots[one] for one in left_out))}; give it model.parameters()"
+        )
+
+
+def _held(optimizer: Any, cut: Collection[str]) -> dict[str, str]:
+    """Return the names of the parameters that an optimizer holds, and those of the same parameters once they are cut.
+
+    Paddle makes new parameters in ``fully_shard``; an optimizer made before that holds the old ones.
+    """
+    return {one.name: one.name if one.name in cut else f"{one.name}.dist" for one in optimizer._param_groups or []}
+
+
+def _check_decay(optimizer: Any, runtime: PaddleRuntime) -> None:
+    ask, split = getattr(optimizer, "_apply_decay_param_fun", None), optimizer.__dict__.get(_SPLIT_ATTRIBUTE)
+    if split is not None and split.context is not runtime.context:
+        raise UnsupportedOptimizerError(f"{type(optimizer).__name__}: its weight decay was split for another model; make it anew")
+    if ask is None or split is not None:
+        return
+    decays = _real_decay(optimizer, runtime)
+    wrong = [
+        slot.name
+        for buffer in runtime.buffers
+        if buffer.trainable
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)
+        if decays[parameter.name] != bool(ask(buffer.live.name))
+    ]
+    if wrong:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}: Paddle asks apply_decay_param_fun with the names of fused buffers, so weight decay is wrong for "
+            f"{len(wrong)} parameters: {listing(wrong)}; call split_weight_decay(model, optimizer) before the first step"
+        )
+
+
+def _real_decay(optimizer: Any, runtime: PaddleRuntime) -> dict[str, bool]:
+    """Return what the callback says of each parameter that is cut, asked with the name of the one that the optimizer holds."""
+    names = {parameter.name for buffer in runtime.buffers for parameter in buffer.parameters}
+    return {cut: bool(optimizer._apply_decay_param_fun(own)) for own, cut in _held(optimizer, names).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _FusedTensor:
+    """What one fused update steps: a buffer's shard, or a range of it."""
+
+    live: paddle.Tensor
+    buffer: PaddleBuffer
+    within: Range
+
+
+class _DecaySplit:
+    """On one optimizer: fused updates that each cover parameters of one kind, and a callback that knows which."""
+
+    def __init__(self, optimizer: Any, runtime: PaddleRuntime) -> None:
+        self.context = runtime.context
+        self.tensors: list[_FusedTensor] = []
+        self._decays: dict[str, bool] = {}
+        real = _real_decay(optimizer, runtime)
+        for buffer in runtime.buffers:
+            if buffer.trainable:
+                kinds = [real[parameter.name] for parameter in buffer.parameters]
+                for one, kind in _cut_by_kind(buffer, kinds, runtime.rank):
+                    self.tensors.append(one)
+                    self._decays[one.live.name] = kind
+        self._step: Callable[..., Any] = optimizer._create_optimization_pass
+        optimizer._apply_decay_param_fun = self._decays.__getitem__
+        optimizer._create_optimization_pass = self._step_parts
+
+    def _step_parts(self, parameters_and_grads: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = {buffer.name: gradient for buffer, gradient in parameters_and_grads}
+        parts = []
+        for one in self.tensors:
+            gradient = gradients[one.buffer.live.name]
+            whole = one.within.numel == one.buffer.layout.shard_numel
+            parts.append((one.live, gradient if whole else gradient._slice(one.within.start, one.within.stop)))
+        return self._step(parts, *args, **kwargs)
+
+
+def _cut_by_kind(buffer: PaddleBuffer, kinds: Sequence[bool], rank: int) -> Iterator[tuple[_FusedTensor, bool]]:
+    """Yield the parts of this rank's shard whose parameters are of one kind; padding goes with the parameter before it."""
+    shard = buffer.layout.shard(rank)
+    slots = buffer.layout.slots
+    starts = [i for i in range(len(slots)) if i == 0 or kinds[i] != kinds[i - 1]]
+    for first, after in zip(starts, [*starts[1:], None], strict=True):
+        stop = buffer.layout.numel if after is None else slots[after].offset
+        within = Range(slots[first].offset, stop).intersect(shard)
+        if not within.numel:
+            continue
+        within = within.shift(-shard.start)
+        live = buffer.live
+        if within.numel < shard.numel:
+            live = live._slice(within.start, within.stop)
+            live.name = f"{buffer.live.name}_part_{first}"
+            live.stop_gradient = buffer.live.stop_gradient
+            live.optimize_attr = buffer.live.optimize_attr
+        yield _FusedTensor(live, buffer, within), kinds[first]
+
+
+def _fused_tensors(optimizer: Any, runtime: PaddleRuntime) -> list[_FusedTensor]:
+    """Return what the optimizer's updates step."""
+    split = optimizer.__dict__.get(_SPLIT_ATTRIBUTE)
+    if split is not None:
+        return list(split.tensors)
+    return [_FusedTensor(one.live, one, Range(0, one.layout.shard_numel)) for one in runtime.buffers if one.trainable]
+
+
+def _owner(optimizer: Any, fused: _FusedTensor) -> str:
+    """Return the name under which the states of a fused tensor are filed: its master weight's where there is one."""
+    name: str = fused.live.name
     master = optimizer._master_weights.get(name)
     return name if master is None else str(master.name)
 
 
-def _pieces(runtime: PaddleRuntime, buffer: PaddleBuffer, suffix: str, kind: StateKind, tensor: paddle.Tensor) -> Iterator[OptimizerState]:
-    for shard in runtime.shards:
-        if shard.buffer is buffer and shard.range.numel:
-            yield OptimizerState(shard, suffix, kind, tensor if kind is StateKind.SCALAR else shard.view_of(tensor))
-
-
-def _check_shape(optimizer: Any, state: str, kind: StateKind, buffer: PaddleBuffer, tensor: paddle.Tensor) -> None:
+def _pieces(
+    shards: Sequence[PaddleShard], fused: _FusedTensor, suffix: str, kind: StateKind, tensor: paddle.Tensor
+) -> Iterator[OptimizerState]:
     shape = list(tensor.shape)
-    if shape not in ([[], [1]] if kind is StateKind.SCALAR else [list(buffer.live.shape)]):
+    if shape not in ([[], [1]] if kind is StateKind.SCALAR else [[fused.within.numel]]):
         raise UnsupportedOptimizerError(
-            f"state '{state}' of {type(optimizer).__name__} for '{buffer.live.name}' has shape {shape}, and is {kind.value}; it can't be "
-            "saved right"
+            f"state '{suffix}' of '{fused.live.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
         )
+    for shard in shards:
+        place = shard.in_shard.intersect(fused.within)
+        if place.numel:
+            place = place.shift(-fused.within.start)
+            yield OptimizerState(shard, suffix, kind, tensor if kind is StateKind.SCALAR else tensor._slice(place.start, place.stop))

@@ -47,7 +47,13 @@ def held_bytes() -> int:
 
 def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
     """Return how many units were whole at once, how many gradients, and the bytes of whole buffers against those of the largest unit."""
-    model = {"net": Net, "recomputed": lambda blocks: Recomputed(False), "inner recompute": lambda blocks: Recomputed(True), "lora": lambda blocks: Net(blocks, None, LoRALinear)}[kind](6)
+    builders: dict[str, Callable[[], nn.Layer]] = {
+        "net": lambda: Net(6),
+        "recomputed": lambda: Recomputed(False),
+        "inner recompute": lambda: Recomputed(True),
+        "lora": lambda: Net(6, None, LoRALinear),
+    }
+    model = builders[kind]()
     optimizer, runtime = sharded(model)
     units, gradients, whole_bytes = [0], [0], [0]
     gather = Unit.gather

@@ -265,7 +265,7 @@ def summed_gradients(run: Run) -> None:
     run.note_weights(model)
 
 
-def group_of_one(run: Run) -> None:
+def in_a_group(run: Run) -> None:
     model = Net(2, "matmul")
     run.train(model, run.start(model, lambda model: paddle.optimizer.AdamW(0.01, parameters=model.parameters())))
 
@@ -283,11 +283,12 @@ def train_by_hand(name: str) -> None:
     compare(BY_HAND[name], "float64")
 
 
-def train_in_groups_of_one() -> None:
+def train_in_groups(size: int) -> None:
     import paddle.distributed as dist
 
-    groups = [dist.new_group([rank]) for rank in range(this_rank().world_size)]
-    compare(group_of_one, "float64", groups[this_rank().rank])
+    place = this_rank()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, place.world_size, size)]
+    compare(in_a_group, "float64", groups[place.rank // size])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -296,8 +297,9 @@ def test_stepping_and_sharding_in_other_ways(ranks: Ranks, name: str, world_size
     ranks(world_size).run(train_by_hand, name, timeout=30)
 
 
-def test_a_group_of_one_trains_alone(ranks: Ranks) -> None:
-    ranks(2).run(train_in_groups_of_one)
+@pytest.mark.parametrize(("world_size", "size"), [(2, 1), (4, 2), (3, 3)])
+def test_each_group_trains_by_itself(ranks: Ranks, world_size: int, size: int) -> None:
+    ranks(world_size).run(train_in_groups, size)
 
 
 def weights_changed_between_forward_and_backward() -> str:

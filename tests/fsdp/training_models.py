@@ -419,3 +419,21 @@ class Nestedly(nn.Layer):
 
     def finish(self, x: paddle.Tensor) -> paddle.Tensor:
         return F.linear(self.norm(x), self.embed.weight.T)
+
+
+class PartlyWithoutGradient(nn.Layer):
+    """Begins and ends its forward without gradients, and has them on in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    @paddle.no_grad()
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x = self.first(self.embed(tokens))
+        with paddle.enable_grad():
+            x = self.head(self.second(x).matmul(self.third.up.weight[:, :WIDTH]))
+        self.third(x[:, :, :WIDTH])
+        return x

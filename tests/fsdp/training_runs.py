@@ -54,11 +54,15 @@ class Run:
 
     @property
     def rank(self) -> int:
-        return this_rank().rank if self.sharded and self.group is None else 0
+        if not self.sharded:
+            return 0
+        return this_rank().rank if self.group is None else max(0, self.group.rank)
 
     @property
     def world_size(self) -> int:
-        return this_rank().world_size if self.sharded and self.group is None else 1
+        if not self.sharded:
+            return 1
+        return this_rank().world_size if self.group is None else int(self.group.nranks)
 
     def batch(self, step: int) -> paddle.Tensor:
         """This rank's part of the step's tokens, [rows, 5] int64."""
@@ -97,7 +101,7 @@ class Run:
         """Note a loss that is a mean over the batch."""
         value = loss.detach().clone()
         if self.world_size > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.group)
         self.losses.append(value.item() / self.world_size)
 
     def train(

@@ -25,6 +25,7 @@ from training_models import (
     Nestedly,
     Net,
     Odd,
+    PartlyWithoutGradient,
     Recomputed,
     Recurrent,
     SavingBlock,
@@ -600,6 +601,7 @@ _add("recurrent_layers", Recurrent)
 _add("paddles_transformer", Transformer)
 _add("collections_and_shared_layers", Collections)
 _add("recompute_at_two_levels", Nestedly)
+_add("partly_without_gradient", PartlyWithoutGradient)
 
 
 @scenario

@@ -20,7 +20,14 @@ from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
 from paddle_fsdp_ckpt.fsdp.paddle_runtime import PaddleRuntime, paddle_runtime_of, sharded_state_dict
 from paddle_fsdp_ckpt.host_memory import bytes_of, destinations
 from paddle_fsdp_ckpt.optim import StateKind
-from paddle_fsdp_ckpt.optim.fused import begin_load, fused_states, init_optimizer_state, optimizer_sharded_state_dict, weight_of
+from paddle_fsdp_ckpt.optim.fused import (
+    begin_load,
+    fused_states,
+    init_optimizer_state,
+    optimizer_sharded_state_dict,
+    split_weight_decay,
+    weight_of,
+)
 from paddle_fsdp_ckpt.rendezvous import open_rendezvous
 from paddle_fsdp_ckpt.storage.commit import commit_checkpoint
 from paddle_fsdp_ckpt.storage.flex import piece_of
@@ -92,6 +99,20 @@ OPTIMIZERS: dict[str, Factory] = {
 CLIPPED = {
     "adamw clipped": lambda model: paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.5)),
 }
+
+
+def _decays_matrices(model: nn.Layer, **settings: Any) -> Any:
+    matrices = {parameter.name for parameter in model.parameters() if len(parameter.shape) > 1}
+    return paddle.optimizer.AdamW(
+        0.01, parameters=model.parameters(), weight_decay=5.0, apply_decay_param_fun=lambda name: name in matrices, **settings
+    )
+
+
+DECAYED: dict[str, Factory] = {
+    "adamw decay": _decays_matrices,
+    "adamw decay clipped": lambda model: _decays_matrices(model, grad_clip=nn.ClipGradByGlobalNorm(0.5), name="opt"),
+}
+EVERY: dict[str, Factory] = {**OPTIMIZERS, **CLIPPED, **DECAYED}
 STATES = {
     "Adam": {"moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"},
     "AdamW": {"moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"},
@@ -115,19 +136,22 @@ class Held:
 
 @contextmanager
 def cut_by_paddle(
-    optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32", blocks: int = 3
+    optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32", blocks: int = 3, split: bool = True
 ) -> Iterator[tuple[nn.Layer, Any]]:
     """A model cut by Paddle's own runtime, and an optimizer, made before or after."""
     from paddle.distributed.fsdp import fully_shard
 
-    make = {**OPTIMIZERS, **CLIPPED}[optimizer]
+    make = EVERY[optimizer]
     with paddle_runtime_on_cpu():
         mesh = dist.ProcessMesh(list(range(this_rank().world_size)), dim_names=["dp"])
         dist.auto_parallel.set_mesh(mesh)
         model = plain_model(seed, dtype, blocks)
         stepper = make(model) if optimizer_first else None
         fully_shard(model, mesh=mesh)
-        yield model, stepper or make(model)
+        stepper = stepper or make(model)
+        if optimizer in DECAYED and split:
+            split_weight_decay(model, stepper)
+        yield model, stepper
 
 
 def plain_model(seed: int = 1, dtype: str = "float32", blocks: int = 3) -> nn.Layer:
@@ -272,7 +296,7 @@ def _runtime(model: nn.Layer) -> PaddleRuntime:
 
 def train_unsharded(optimizer: str, steps: int) -> Held:
     model = plain_model()
-    stepper = {**OPTIMIZERS, **CLIPPED}[optimizer](model)
+    stepper = EVERY[optimizer](model)
     losses = train(model, stepper, 0, steps)
     return plain_held(model, stepper, losses)
 
@@ -306,7 +330,7 @@ def load_and_train(optimizer: str, path: str, used_steps: int = 0, stop_in: str 
 def load_into_plain(optimizer: str, path: str) -> Held:
     """The package's own load, into an unsharded model."""
     model = plain_model(99)
-    stepper = OPTIMIZERS[optimizer](model)
+    stepper = EVERY[optimizer](model)
     ckpt.load(path, model=model, optimizer=stepper)
     return plain_held(model, stepper, [])
 
@@ -314,7 +338,7 @@ def load_into_plain(optimizer: str, path: str) -> Held:
 def load_into_ours(optimizer: str, path: str) -> list[float]:
     """The package's own load, into a model that our runtime cut; and what it does next."""
     model = plain_model(99)
-    stepper = OPTIMIZERS[optimizer](model)
+    stepper = EVERY[optimizer](model)
     ckpt.fully_shard(model, optimizer=stepper)
     ckpt.load(path, model=model, optimizer=stepper)
     place = this_rank()

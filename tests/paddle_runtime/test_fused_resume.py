@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fused_cases import (
-    CLIPPED,
+    DECAYED,
+    EVERY,
     OPTIMIZERS,
     STATES,
     Held,
@@ -25,8 +26,7 @@ from fused_cases import (
 from harness import RankPool
 
 Ranks = Callable[[int], RankPool]
-ALL = [*OPTIMIZERS, *CLIPPED]
-KNOWN_TO_LOAD = [name for name in OPTIMIZERS if name.split()[0] in ("adam", "adamw", "momentum", "sgd")]
+KNOWN_TO_LOAD = [name for name in EVERY if name.split()[0] in ("adam", "adamw", "momentum", "sgd")]
 
 
 class Saves:
@@ -56,7 +56,7 @@ def assert_goes_on_alike(resumed: list[Held], right: list[Held]) -> None:
             np.testing.assert_array_equal(mine.state[key][2], values, err_msg=key)
 
 
-@pytest.mark.parametrize("optimizer", ALL)
+@pytest.mark.parametrize("optimizer", EVERY)
 def test_resume_on_2_ranks_is_bit_for_bit(optimizer: str, fused_saves: Saves, ranks: Ranks) -> None:
     path, saved, uninterrupted = fused_saves.get(2, optimizer)
     results = ranks(2).run(load_and_train, optimizer, path)
@@ -79,7 +79,7 @@ def test_a_load_in_a_running_process_leaves_nothing_of_before(stop_in: str, tmp_
     assert_goes_on_alike([after for _, after in results], uninterrupted)
 
 
-@pytest.mark.parametrize("optimizer", ALL)
+@pytest.mark.parametrize("optimizer", EVERY)
 def test_parity_with_an_unfused_run(optimizer: str, fused_saves: Saves, single: RankPool) -> None:
     _, saved, _ = fused_saves.get(2, optimizer)
     right = single.run(train_unsharded, optimizer, 3)[0]
@@ -98,7 +98,7 @@ def test_a_shard_that_is_all_padding_changes_nothing(tmp_path: Path, ranks: Rank
     assert_goes_on_alike([after for _, after in results], uninterrupted)
 
 
-@pytest.mark.parametrize("optimizer", ALL)
+@pytest.mark.parametrize("optimizer", EVERY)
 def test_3_ranks_load_what_2_saved(optimizer: str, fused_saves: Saves, ranks: Ranks) -> None:
     path, saved, uninterrupted = fused_saves.get(2, optimizer)
     results = ranks(3).run(load_and_train, optimizer, path)
@@ -120,9 +120,10 @@ def test_our_runtime_loads_it_and_goes_on(optimizer: str, fused_saves: Saves, ra
         np.testing.assert_allclose(losses, uninterrupted[0].losses, rtol=1e-4)
 
 
-def test_an_optimizer_made_before_fully_shard_is_the_same(tmp_path: Path, fused_saves: Saves, ranks: Ranks) -> None:
-    _, saved, uninterrupted = fused_saves.get(2, "adamw")
-    results = ranks(2).run(train_and_save, "adamw", str(tmp_path / "checkpoint"), True)
+@pytest.mark.parametrize("optimizer", ["adamw", *DECAYED])
+def test_an_optimizer_made_before_fully_shard_is_the_same(optimizer: str, tmp_path: Path, fused_saves: Saves, ranks: Ranks) -> None:
+    _, saved, uninterrupted = fused_saves.get(2, optimizer)
+    results = ranks(2).run(train_and_save, optimizer, str(tmp_path / "checkpoint"), True)
     assert_same(whole([one for one, _ in results]), whole(saved))
     assert_goes_on_alike([after for _, after in results], uninterrupted)
 
