@@ -53,6 +53,7 @@ class Runtime:
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.hooks: ModelHooks | None = None
+        self.statistics: list[paddle.Tensor] = []
         self._gradient_mean = gradient_reduction == "mean"
         self._running_forwards = 0
         self._optimizers_stepping = 0
@@ -264,6 +265,22 @@ class Runtime:
         self.check_bound()
         self.release_all()
         self._reduce_gradients()
+        self._average_statistics()
+
+    def _average_statistics(self) -> None:
+        """Give all ranks the mean of their running statistics, so that each step leaves, and a checkpoint holds, one model."""
+        if self.communicator.alone or not self.statistics:
+            return
+        with paddle.no_grad():
+            dtype = "float64" if any(tensor.dtype == paddle.float64 for tensor in self.statistics) else "float32"
+            mine = paddle.concat([tensor.detach().reshape([-1]).astype(dtype) for tensor in self.statistics])
+            first = mine.clone()
+            self.communicator.broadcast_from_first(first)
+            # From differences: where the ranks agree already, nothing is rounded.
+            mean = first + self.communicator.sum(mine - first) / self.communicator.world_size
+            parts = mean.split([int(tensor.size) for tensor in self.statistics])
+            for tensor, part in zip(self.statistics, parts, strict=True):
+                paddle.assign(part.reshape(tensor.shape).astype(tensor.dtype), tensor)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -105,6 +105,7 @@ def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradien
         communicator.broadcast_from_first(buffer_tensor)
         if isinstance(buffer_tensor, EagerParamBase):
             buffer_tensor._stays_whole = True
+            runtime.statistics.append(buffer_tensor)
     for hooked in plan.hooked:
         hooks.watch_layer(hooked.layer, [live[id(unit_plan)] for unit_plan in hooked.units])
     hooks.watch_model(model)

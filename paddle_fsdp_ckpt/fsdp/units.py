@@ -71,7 +71,7 @@ def named_buffers(model: nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
 def is_statistic(layer: nn.Layer, short_name: str) -> bool:
     """Tell whether a layer's parameter is a running statistic: Paddle makes it a Parameter, and writes to it in each forward.
 
-    Each rank has its own, of the data that it saw, as in data-parallel training.
+    Each rank takes it of the data that it saw; the ranks' are averaged at each step.
     """
     return isinstance(layer, _NORMS_WITH_STATISTICS) and short_name in ("_mean", "_variance")
 

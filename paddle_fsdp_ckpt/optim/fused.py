@@ -76,20 +76,20 @@ def fused_states(optimizer: Any) -> list[OptimizerState]:
     kinds = fused_entry_of(optimizer).states
     fused = _fused_tensors(optimizer, runtime)
     owned = {_owner(optimizer, one): one for one in fused}
-    shards: dict[int, list[PaddleShard]] = defaultdict(list)
+    shards: dict[str, list[PaddleShard]] = defaultdict(list)
     for shard in runtime.shards:
-        shards[id(shard.buffer)].append(shard)
+        shards[shard.buffer.layout.name].append(shard)
     states: list[OptimizerState] = []
     for accumulator, tensors in optimizer._accumulators.items():
         state = state_name(optimizer, accumulator)
         if tensors and state not in kinds:
             raise UnsupportedOptimizerError(f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states")
         for owner, tensor in tensors.items():
-            states += _pieces(shards[id(owned[owner].buffer)], owned[owner], f"{state}_0", kinds[state], tensor)
+            states += _pieces(shards[owned[owner].buffer.layout.name], owned[owner], f"{state}_0", kinds[state], tensor)
     for one in fused:
         master = optimizer._master_weights.get(one.live.name)
         if master is not None:
-            states += _pieces(shards[id(one.buffer)], one, MASTER_WEIGHT_KEY, _ELEMENTWISE, master)
+            states += _pieces(shards[one.buffer.layout.name], one, MASTER_WEIGHT_KEY, _ELEMENTWISE, master)
     return states
 
 
