@@ -29,12 +29,16 @@ FUSED_CATALOG: dict[str, OptimizerEntry] = {
     **CATALOG,
     "Adamax": OptimizerEntry({"moment": _ELEMENTWISE, "inf_norm": _ELEMENTWISE, "beta1_pow_acc": StateKind.SCALAR}),
     "RMSProp": OptimizerEntry({"momentum": _ELEMENTWISE, "mean_square": _ELEMENTWISE, "mean_grad": _ELEMENTWISE}),
-    # Three numbers, of which Paddle keeps a copy an element, also unfused: so they are elementwise, and fit any run.
     "NAdam": OptimizerEntry({**_MOMENTS, "momentum_decay_pow": _ELEMENTWISE, "beta2_pow": _ELEMENTWISE, "mu_product": _ELEMENTWISE}),
+    "RAdam": OptimizerEntry({**_MOMENTS, "beta1_pow": _ELEMENTWISE, "beta2_pow": _ELEMENTWISE, "rho": _ELEMENTWISE}),
     "Adadelta": OptimizerEntry({"avg_squared_grad": _ELEMENTWISE, "avg_squared_update": _ELEMENTWISE}),
     "Adagrad": OptimizerEntry({"moment": _ELEMENTWISE}),
 }
 """The optimizers that can step fused buffers, and their states."""
+
+_REPEATED = {"NAdam": ("momentum_decay_pow", "beta2_pow", "mu_product"), "RAdam": ("beta1_pow", "beta2_pow", "rho")}
+"""Numbers of which Paddle keeps a copy an element, unfused too, so that their keys are elementwise. A fused buffer has one value in all its
+copies, and RAdam reads the first, which may be padding."""
 
 
 def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
@@ -72,6 +76,11 @@ def fused_states(optimizer: Any) -> list[OptimizerState]:
         ShardingError: as :func:`optimizer_sharded_state_dict`.
         UnsupportedOptimizerError: the same.
     """
+    return [state for state, _ in _states_and_owners(optimizer)]
+
+
+def _states_and_owners(optimizer: Any) -> Iterator[tuple[OptimizerState, paddle.Tensor]]:
+    """Yield each state with the live tensor that holds it, and those of the other parameters of its buffer."""
     runtime = check_fused(optimizer)
     kinds = fused_entry_of(optimizer).states
     fused = _fused_tensors(optimizer, runtime)
@@ -79,18 +88,16 @@ def fused_states(optimizer: Any) -> list[OptimizerState]:
     shards: dict[str, list[PaddleShard]] = defaultdict(list)
     for shard in runtime.shards:
         shards[shard.buffer.layout.name].append(shard)
-    states: list[OptimizerState] = []
     for accumulator, tensors in optimizer._accumulators.items():
         state = state_name(optimizer, accumulator)
         if tensors and state not in kinds:
             raise UnsupportedOptimizerError(f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states")
         for owner, tensor in tensors.items():
-            states += _pieces(shards[owned[owner].buffer.layout.name], owned[owner], f"{state}_0", kinds[state], tensor)
+            yield from _pieces(shards[owned[owner].buffer.layout.name], owned[owner], f"{state}_0", kinds[state], tensor)
     for one in fused:
         master = optimizer._master_weights.get(one.live.name)
         if master is not None:
-            states += _pieces(shards[one.buffer.layout.name], one, MASTER_WEIGHT_KEY, _ELEMENTWISE, master)
-    return states
+            yield from _pieces(shards[one.buffer.layout.name], one, MASTER_WEIGHT_KEY, _ELEMENTWISE, master)
 
 
 def weight_of(state: OptimizerState) -> ShardedWeight:
@@ -99,6 +106,29 @@ def weight_of(state: OptimizerState) -> ShardedWeight:
     if state.kind is StateKind.SCALAR:
         return replicated_weight(state.key, state.tensor)
     return flat_weight(state.key, state.shard, state.tensor)
+
+
+def states_written(optimizer: Any) -> None:
+    """Complete what was loaded into the views of an optimizer's states: padding, which no key has, follows the loaded values.
+
+    Raises:
+        ShardingError: as :func:`optimizer_sharded_state_dict`.
+        UnsupportedOptimizerError: the same.
+        MismatchError: parameters of one buffer were loaded with different values of what the buffer has once. The optimizer has the
+            loaded states then, and can't go on from them.
+    """
+    repeated = [f"{state}_0" for state in _REPEATED.get(type(optimizer).__name__, ())]
+    fused: dict[int, list[tuple[str, paddle.Tensor]]] = defaultdict(list)
+    owners: dict[int, paddle.Tensor] = {}
+    for state, owner in _states_and_owners(optimizer):
+        if state.suffix in repeated:
+            fused[id(owner)].append((state.key, state.tensor))
+            owners[id(owner)] = owner
+    for pieces in fused.values():
+        _check_one_value([(key, piece._slice(0, 1), piece) for key, piece in pieces])
+    with paddle.no_grad():
+        for one, pieces in fused.items():
+            owners[one].fill_(pieces[0][1]._slice(0, 1).item())
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,29 +143,33 @@ class FusedLoad:
     _scalars: Sequence[tuple[OptimizerState, paddle.Tensor]]
 
     def finish(self) -> None:
-        """Put the loaded scalars into the optimizer.
+        """Put the loaded scalars into the optimizer, and complete the rest by :func:`states_written`.
 
         Raises:
-            MismatchError: parameters of one buffer were loaded with different values of a scalar. The optimizer has some of the loaded
-                states then.
+            MismatchError: as :func:`states_written`.
         """
         loaded: dict[int, list[tuple[OptimizerState, paddle.Tensor]]] = defaultdict(list)
         for state, copy in self._scalars:
             loaded[id(state.tensor)].append((state, copy))
-        differing = []
         for pairs in loaded.values():
-            first = pairs[0][1].numpy().tobytes()
-            differing += [f"{state.key} and {pairs[0][0].key}" for state, copy in pairs[1:] if copy.numpy().tobytes() != first]
-        if differing:
-            raise MismatchError(
-                "a fused buffer of Paddle's has one value for all its parameters, and the checkpoint has different ones: "
-                f"{listing(differing)}; the parameters did not step equally often. The optimizer holds a part of the checkpoint now: load "
-                "another one, or shard the model with paddle_fsdp_ckpt.fully_shard and load this one"
-            )
+            _check_one_value([(state.key, copy, copy) for state, copy in pairs])
         with paddle.no_grad():
             for pairs in loaded.values():
                 state, copy = pairs[0]
                 paddle.assign(copy, state.tensor)
+        states_written(self.optimizer)
+
+
+def _check_one_value(loaded: Sequence[tuple[str, paddle.Tensor, paddle.Tensor]]) -> None:
+    """Raise unless all values of all last members are the first middle one, bit for bit."""
+    key, first, _ = loaded[0]
+    differing = [f"{other} and {key}" for other, _, values in loaded if bool((values != first).any().item())]
+    if differing:
+        raise MismatchError(
+            "a fused buffer of Paddle's has one value for all its parameters, and the checkpoint has different ones: "
+            f"{listing(differing)}; the parameters did not step equally often. The optimizer holds a part of the checkpoint now: load "
+            "another one, or shard the model with paddle_fsdp_ckpt.fully_shard and load this one"
+        )
 
 
 def begin_load(optimizer: Any) -> FusedLoad:
@@ -156,6 +190,21 @@ def begin_load(optimizer: Any) -> FusedLoad:
         else:
             weights[state.key] = weight_of(state)
     return FusedLoad(optimizer, weights, scalars)
+
+
+def steps_fused_buffers(optimizer: Any) -> bool:
+    """Tell whether an optimizer holds parameters of the model that Paddle's own ``fully_shard`` cut in this process.
+
+    Raises:
+        ShardingError: that model is cut in a way that can't be read.
+    """
+    runtime = paddle_runtime()
+    if runtime is None:
+        return False
+    cut = {shard.parameter.name for shard in runtime.shards}
+    groups = optimizer._param_groups or []
+    held = [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+    return any(one.name in cut or f"{one.name}.dist" in cut for one in held)
 
 
 def split_weight_decay(model: nn.Layer, optimizer: Any) -> None:
@@ -395,7 +444,7 @@ def _owner(optimizer: Any, fused: _FusedTensor) -> str:
 
 def _pieces(
     shards: Sequence[PaddleShard], fused: _FusedTensor, suffix: str, kind: StateKind, tensor: paddle.Tensor
-) -> Iterator[OptimizerState]:
+) -> Iterator[tuple[OptimizerState, paddle.Tensor]]:
     shape = list(tensor.shape)
     if shape not in ([[], [1]] if kind is StateKind.SCALAR else [[fused.within.numel]]):
         raise UnsupportedOptimizerError(
@@ -405,4 +454,5 @@ def _pieces(
         place = shard.in_shard.intersect(fused.within)
         if place.numel:
             place = place.shift(-fused.within.start)
-            yield OptimizerState(shard, suffix, kind, tensor if kind is StateKind.SCALAR else tensor._slice(place.start, place.stop))
+            piece = tensor if kind is StateKind.SCALAR else tensor._slice(place.start, place.stop)
+            yield OptimizerState(shard, suffix, kind, piece), tensor

@@ -93,6 +93,7 @@ OPTIMIZERS: dict[str, Factory] = {
     **_made_by("Adamax", 0.01),
     **_made_by("RMSProp", 0.01, momentum=0.5, centered=True),
     **_made_by("NAdam", 0.01),
+    **_made_by("RAdam", 0.01),
     **_made_by("Adadelta", 0.5),
     **_made_by("Adagrad", 0.01),
 }
@@ -121,6 +122,7 @@ STATES = {
     "Adamax": {"moment_0", "inf_norm_0", "beta1_pow_acc_0"},
     "RMSProp": {"momentum_0", "mean_square_0", "mean_grad_0"},
     "NAdam": {"moment1_0", "moment2_0", "momentum_decay_pow_0", "beta2_pow_0", "mu_product_0"},
+    "RAdam": {"moment1_0", "moment2_0", "beta1_pow_0", "beta2_pow_0", "rho_0"},
     "Adadelta": {"avg_squared_grad_0", "avg_squared_update_0"},
     "Adagrad": {"moment_0"},
 }
@@ -136,7 +138,7 @@ class Held:
 
 @contextmanager
 def cut_by_paddle(
-    optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32", blocks: int = 3, split: bool = True
+    optimizer: str, *, seed: int = 1, optimizer_first: bool = False, dtype: str = "float32", blocks: int = 3, width: int = 10
 ) -> Iterator[tuple[nn.Layer, Any]]:
     """A model cut by Paddle's own runtime, and an optimizer, made before or after."""
     from paddle.distributed.fsdp import fully_shard
@@ -145,18 +147,18 @@ def cut_by_paddle(
     with paddle_runtime_on_cpu():
         mesh = dist.ProcessMesh(list(range(this_rank().world_size)), dim_names=["dp"])
         dist.auto_parallel.set_mesh(mesh)
-        model = plain_model(seed, dtype, blocks)
+        model = plain_model(seed, dtype, blocks, width)
         stepper = make(model) if optimizer_first else None
         fully_shard(model, mesh=mesh)
         stepper = stepper or make(model)
-        if optimizer in DECAYED and split:
+        if optimizer in DECAYED:
             split_weight_decay(model, stepper)
         yield model, stepper
 
 
-def plain_model(seed: int = 1, dtype: str = "float32", blocks: int = 3) -> nn.Layer:
+def plain_model(seed: int = 1, dtype: str = "float32", blocks: int = 3, width: int = 10) -> nn.Layer:
     paddle.seed(seed)
-    model = Blocks(blocks=blocks)
+    model = Blocks(width, blocks)
     if dtype != "float32":
         for parameter in model.parameters():
             paddle.assign(parameter.astype(dtype), parameter)
@@ -294,16 +296,16 @@ def _runtime(model: nn.Layer) -> PaddleRuntime:
     return runtime
 
 
-def train_unsharded(optimizer: str, steps: int) -> Held:
-    model = plain_model()
+def train_unsharded(optimizer: str, steps: int, width: int = 10) -> Held:
+    model = plain_model(width=width)
     stepper = EVERY[optimizer](model)
     losses = train(model, stepper, 0, steps)
     return plain_held(model, stepper, losses)
 
 
-def train_and_save(optimizer: str, path: str, optimizer_first: bool = False, blocks: int = 3) -> tuple[Held, Held]:
+def train_and_save(optimizer: str, path: str, optimizer_first: bool = False, blocks: int = 3, width: int = 10) -> tuple[Held, Held]:
     """Three steps, save, and three more: what was saved, and the uninterrupted run's end."""
-    with cut_by_paddle(optimizer, optimizer_first=optimizer_first, blocks=blocks) as (model, stepper):
+    with cut_by_paddle(optimizer, optimizer_first=optimizer_first, blocks=blocks, width=width) as (model, stepper):
         losses = train(model, stepper, 0, 3)
         before = held(model, stepper, losses)
         save(path, model, stepper)
@@ -314,9 +316,11 @@ def train_and_save(optimizer: str, path: str, optimizer_first: bool = False, blo
         return before, held(model, stepper, train(model, stepper, 3, 6))
 
 
-def load_and_train(optimizer: str, path: str, used_steps: int = 0, stop_in: str = "step", blocks: int = 3) -> tuple[Held, Held]:
+def load_and_train(
+    optimizer: str, path: str, used_steps: int = 0, stop_in: str = "step", blocks: int = 3, width: int = 10
+) -> tuple[Held, Held]:
     """Other weights, perhaps a few steps of something else, load, and three more steps."""
-    with cut_by_paddle(optimizer, seed=99, blocks=blocks) as (model, stepper):
+    with cut_by_paddle(optimizer, seed=99, blocks=blocks, width=width) as (model, stepper):
         train(model, stepper, 50, 50 + used_steps)
         if stop_in == "forward":  # what it gathers is out of date after the load
             model(_share(paddle.ones([GLOBAL_BATCH, FEATURES])))
