@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -38,6 +39,20 @@ class ShardedParameter(EagerParamBase):
     @grad.setter
     def grad(self, value: paddle.Tensor | None) -> None:
         self._shard.set_gradient(value)
+
+    @property
+    def grad_(self) -> paddle.Tensor | None:
+        """As :attr:`grad`; what Paddle's ``clip_grad_value_`` changes in place.
+
+        Raises:
+            ShardingError: read by Paddle's ``clip_grad_norm_``, which would clip by the norm of this rank's pieces alone.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "paddle.nn.utils.clip_grad_norm_":
+            raise ShardingError(
+                "clip_grad_norm_ would take the norm of this rank's pieces for that of the whole gradient; give the optimizer "
+                "grad_clip=paddle.nn.ClipGradByGlobalNorm(...)"
+            )
+        return self._shard.gradient()
 
     def _grad_ivar(self) -> paddle.Tensor | None:
         # What Paddle's optimizers and GradScaler read.

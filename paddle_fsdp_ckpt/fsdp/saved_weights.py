@@ -91,7 +91,6 @@ class SavedWeights:
         return _SavedTensor(tensor.detach(), tensor.inplace_version, tensor.stop_gradient)
 
     def _unpack(self, saved: _SavedWeight | _SavedTensor) -> paddle.Tensor:
-        # Paddle moves the memory out of the tensor that is returned, so it must be one that nobody else holds.
         if isinstance(saved, _SavedWeight):
             whole = saved.buffer.unit.runtime.whole_for_backward(saved.buffer, saved.generation)
             tensor = paddle.as_strided(whole, saved.shape, saved.strides, saved.offset)

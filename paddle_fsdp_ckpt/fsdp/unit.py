@@ -46,6 +46,7 @@ class ParameterShard:
         self.has_gradient = False
         self._hooked = False
         self._filled_version = 0
+        self._filled_address = 0
         # Paddle's tensors take no part in garbage collection: a strong reference would keep the model alive for ever.
         self._parameter = weakref.ref(parameter)
         self._clear_data()
@@ -89,11 +90,10 @@ class ParameterShard:
                 f"{self.describe()}: it was written to while it was sharded, which would be lost; use set_value, or "
                 "`with paddle_fsdp_ckpt.local_parameters(model):`"
             )
-        view = whole._slice(self.slot.offset, self.slot.offset + self.slot.numel)
         tensor = parameter.get_tensor()
-        tensor._share_data_with(view.get_tensor())
+        tensor._share_data_with(whole.get_tensor()._slice(self.slot.offset, self.slot.offset + self.slot.numel))
         tensor._set_dims(list(self.slot.shape))
-        self._filled_version = parameter.inplace_version
+        self._filled_version, self._filled_address = parameter.inplace_version, parameter.data_ptr()
         if not (self._hooked or parameter.stop_gradient):
             parameter._register_backward_hook(_GradientHook(self))
             self._hooked = True
@@ -101,7 +101,8 @@ class ParameterShard:
     def park(self) -> bool:
         """Take the data away from the parameter; its shape stays whole. Return whether it was changed in place meanwhile."""
         parameter = self.parameter
-        changed = parameter._is_initialized() and parameter.inplace_version != self._filled_version
+        filled = self._filled_version, self._filled_address
+        changed = parameter._is_initialized() and (parameter.inplace_version, parameter.data_ptr()) != filled
         self._clear_data()
         return changed
 
@@ -215,6 +216,7 @@ class LiveBuffer:
         self.shard: paddle.Tensor = self._fuse(parameters)
         self.whole: paddle.Tensor | None = None
         self._whole_gradient: paddle.Tensor | None = None
+        self._filled_slots: set[int] = set()  # by their offset
         self._gradient_shard: paddle.Tensor | None = None
         self._zeros: set[ParameterShard] = set()
         self.shards = [
@@ -254,13 +256,17 @@ class LiveBuffer:
         """Add a parameter's whole gradient of this rank, not reduced yet."""
         with paddle.no_grad():
             if self._whole_gradient is None:
-                self._whole_gradient = paddle.zeros([self.layout.numel], dtype=self.layout.dtype)
-            _slice(self._whole_gradient, slot.range).add_(gradient.detach().reshape([-1]))
+                self._whole_gradient = paddle.empty([self.layout.numel], dtype=self.layout.dtype)
+            view = _slice(self._whole_gradient, slot.range)
+            if slot.offset in self._filled_slots:
+                view.add_(gradient.detach().reshape([-1]))
+            else:
+                self._filled_slots.add(slot.offset)
+                paddle.assign(gradient.detach().reshape([-1]), view)
 
     def zero_pending(self, slot: Slot) -> None:
         """Forget what :meth:`add_gradient` added for ``slot``."""
-        if self._whole_gradient is not None:
-            _slice(self._whole_gradient, slot.range).zero_()
+        self._filled_slots.discard(slot.offset)
 
     @property
     def has_pending_gradient(self) -> bool:
@@ -270,10 +276,7 @@ class LiveBuffer:
     def reduce_gradient(self, mean: bool) -> None:
         """Reduce the pending gradient over the ranks and add this rank's part to its shard. A collective operation."""
         with paddle.no_grad():
-            whole = self._whole_gradient
-            self._whole_gradient = None
-            if whole is None:
-                whole = paddle.zeros([self.layout.numel], dtype=self.layout.dtype)
+            whole = self._take_whole_gradient()
             part = self.communicator.reduce_scatter(whole)
             if mean and not self.communicator.alone:
                 part.scale_(1.0 / self.communicator.world_size)
@@ -281,6 +284,17 @@ class LiveBuffer:
                 self._gradient_shard = part
             else:
                 self.gradient_shard().add_(part)
+
+    def _take_whole_gradient(self) -> paddle.Tensor:
+        """Return the pending gradient, zero where none was added, and forget it. What padding holds does not matter."""
+        whole, filled = self._whole_gradient, self._filled_slots
+        self._whole_gradient, self._filled_slots = None, set()
+        if whole is None:
+            return paddle.zeros([self.layout.numel], dtype=self.layout.dtype)
+        for slot in self.layout.slots:
+            if slot.offset not in filled:
+                _slice(whole, slot.range).zero_()
+        return whole
 
     def gradient_shard(self) -> paddle.Tensor:
         """Return this rank's shard of the reduced gradient, made of zeros where there is none."""
@@ -304,7 +318,8 @@ class LiveBuffer:
         item = self.layout.nbytes // self.layout.numel
         local = [self.shard, self._gradient_shard]
         whole = [None if self.communicator.alone else self.whole, self._whole_gradient]
-        return tuple(sum(item * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole))
+        local_bytes, whole_bytes = (sum(item * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole))
+        return local_bytes, whole_bytes
 
 
 class Unit:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
-
-if importlib.util.find_spec("paddle") is None:
-    pytest.skip("PaddlePaddle is not installed", allow_module_level=True)
-
 import paddle
+import pytest
 
 from paddle_fsdp_ckpt.demo.model import (
     Attention,

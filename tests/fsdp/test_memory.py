@@ -10,13 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
-from harness import RankPool, this_rank
-
-pytest.importorskip("paddle")
-
 import paddle
 import paddle.distributed as dist
+import pytest
+from harness import RankPool, this_rank
 from paddle import nn
 from paddle.base import core
 from paddle.nn import functional as F

@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 import pytest
 from harness import RankPool
-
-pytest.importorskip("paddle")
-
 from random_models import random_training
 from training_runs import compare
 

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
-from harness import RankPool, this_rank
-
-pytest.importorskip("paddle")
-
 import paddle
 import paddle.distributed as dist
+import pytest
+from harness import RankPool, this_rank
 from paddle import nn
 from training_models import Block, Net
 from training_runs import Run, language_loss

@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 from harness import RankPool
-
-pytest.importorskip("paddle")
-
 from training_runs import compare
 from training_scenarios import FLOAT32, SCENARIOS
 

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 from harness import RankPool
-
-pytest.importorskip("paddle")
-
-import paddle
 from paddle import nn
 from paddle.nn import functional as F
 

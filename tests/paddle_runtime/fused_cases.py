@@ -243,6 +243,15 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_array_equal(array, other[key], err_msg=key)
 
 
+def assert_goes_on_alike(resumed: list[Held], right: list[Held]) -> None:
+    """Every rank: the same losses, and the same state bit for bit."""
+    for mine, other in zip(resumed, right, strict=True):
+        assert mine.losses == other.losses
+        assert mine.state.keys() == other.state.keys()
+        for key, (_, _, values) in other.state.items():
+            np.testing.assert_array_equal(mine.state[key][2], values, err_msg=key)
+
+
 def save(path: str, model: nn.Layer, optimizer: Any) -> None:
     """What ``save`` of the package is to do for these models."""
     runtime = _runtime(model)

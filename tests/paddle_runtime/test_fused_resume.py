@@ -14,6 +14,7 @@ from fused_cases import (
     OPTIMIZERS,
     STATES,
     Held,
+    assert_goes_on_alike,
     assert_same,
     fresh_state,
     load_and_train,
@@ -46,14 +47,6 @@ class Saves:
 @pytest.fixture(scope="session")
 def fused_saves(tmp_path_factory: pytest.TempPathFactory, rank_pools: object) -> Saves:
     return Saves(tmp_path_factory.mktemp("fused"), rank_pools.pool)  # type: ignore[attr-defined]
-
-
-def assert_goes_on_alike(resumed: list[Held], right: list[Held]) -> None:
-    for mine, other in zip(resumed, right, strict=True):
-        assert mine.losses == other.losses
-        assert mine.state.keys() == other.state.keys()
-        for key, (_, _, values) in other.state.items():
-            np.testing.assert_array_equal(mine.state[key][2], values, err_msg=key)
 
 
 @pytest.mark.parametrize("optimizer", EVERY)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import adapter_cases as cases
 import pytest
-from fused_cases import whole
+from fused_cases import assert_goes_on_alike, whole
 from harness import RankPool
-from test_fused_resume import assert_goes_on_alike
 
 Ranks = Callable[[int], RankPool]
 
