@@ -11,6 +11,8 @@ import paddle.distributed as dist
 
 from ..errors import CheckpointError, RankFailedError, ShardingError
 
+_BROADCAST_AS_THEY_ARE = (paddle.float64, paddle.float32, paddle.float16, paddle.bfloat16, paddle.int64, paddle.int32, paddle.uint8)
+
 
 class Communicator:
     """Collectives over the ranks that share a model's flat buffers; without a group, a world of one rank.
@@ -45,23 +47,40 @@ class Communicator:
         return whole
 
     def reduce_scatter(self, whole: paddle.Tensor) -> paddle.Tensor:
-        """Sum ``whole`` (1-D) over the ranks and return this rank's equal share of it. ``whole`` may be overwritten."""
-        shard_numel = whole.shape[0] // self.world_size
+        """Sum ``whole`` (1-D) over the ranks and return this rank's equal share of it. ``whole`` may be overwritten.
+
+        16-bit floats are summed in float32: in their own precision the sum depends on the number of ranks, and gloo gets float16 wrong
+        (Paddle 3.3.1 on CPU: 1 + 2 = inf).
+        """
         if self.alone:
             return whole
+        dtype = whole.dtype
+        if dtype in (paddle.float16, paddle.bfloat16):
+            whole = whole.astype("float32")
+        shard_numel = whole.shape[0] // self.world_size
         if self._has_reduce_scatter:
             shard = paddle.empty([shard_numel], dtype=whole.dtype)
             dist.stream.reduce_scatter(shard, whole, group=self.group, sync_op=True)
-            return shard
-        # gloo has no reduce_scatter.
-        dist.all_reduce(whole, group=self.group)
-        return whole[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
+        else:
+            # gloo has no reduce_scatter.
+            dist.all_reduce(whole, group=self.group)
+            shard = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
+        return shard.astype(dtype)
 
     def broadcast_from_first(self, tensor: paddle.Tensor) -> None:
-        """Overwrite ``tensor`` by the first rank's."""
-        if not self.alone:
-            assert self.group is not None
-            dist.broadcast(tensor, src=self.group.ranks[0], group=self.group)
+        """Overwrite ``tensor``, of any dtype, shape and strides, by the first rank's."""
+        if self.alone or tensor.size == 0:
+            return
+        assert self.group is not None
+        first = self.group.ranks[0]
+        if tensor.dtype in _BROADCAST_AS_THEY_ARE and tensor.is_contiguous():
+            dist.broadcast(tensor, src=first, group=self.group)
+            return
+        # gloo aborts the process on int16, and takes no strided tensors.
+        with paddle.no_grad():
+            copy = tensor.detach().reshape([-1]).clone()
+            dist.broadcast(copy.view("uint8"), src=first, group=self.group)
+            paddle.assign(copy.reshape(tensor.shape), tensor)
 
     def sum(self, values: paddle.Tensor) -> paddle.Tensor:
         """Return the sum of ``values`` over the ranks; ``values`` may be overwritten."""

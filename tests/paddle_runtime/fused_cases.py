@@ -88,7 +88,7 @@ OPTIMIZERS: dict[str, Factory] = {
     **_made_by("Adam", 0.01),
     **_made_by("AdamW", 0.01, weight_decay=0.1),
     **_made_by("AdamW", 0.01, amsgrad=True),
-    **_made_by("Momentum", 0.01),
+    **_made_by("Momentum", 0.01, weight_decay=0.1, use_nesterov=True),
     **_made_by("SGD", 0.01),
     **_made_by("Adamax", 0.01),
     **_made_by("RMSProp", 0.01, momentum=0.5, centered=True),
