@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
     )
     from .fsdp import local_parameters
-    from .optim import bind_optimizer
+    from .optim import bind_optimizer, split_weight_decay
     from .requirements import PaddleRequiredError
     from .state_dict import init_optimizer_state, optimizer_sharded_state_dict, sharded_state_dict
     from .training import fully_shard
@@ -54,6 +54,7 @@ __all__ = [
     "optimizer_sharded_state_dict",
     "save",
     "sharded_state_dict",
+    "split_weight_decay",
 ]
 
 _MODULES = {
@@ -78,6 +79,7 @@ _MODULES = {
     "optimizer_sharded_state_dict": "state_dict",
     "save": "checkpoint",
     "sharded_state_dict": "state_dict",
+    "split_weight_decay": "optim",
 }
 """Where each public name lives."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import os
+import warnings
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,11 +18,12 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, MismatchError, RankFailedError, listing
-from .fsdp import ParameterShard, default_group, runtime_of
+from .fsdp import runtime_of
 from .host_memory import bytes_of, destinations
-from .optim import binding_of, create_states, drop_states, optimizer_shards, states_restored_on_error
+from .optim import describe_learning_rate, restore_learning_rate, states_restored_on_error
 from .rendezvous import open_rendezvous
-from .state_dict import existing_states, sharded_state_dict, weights_to_store
+from .shardings import StateLoad, group_of
+from .state_dict import weights_to_store
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.flex import piece_of, write_paddle_metadata
@@ -46,6 +49,7 @@ class LoadReport:
         without_state: parameters of the optimizers for which the checkpoint has no state, because they never had a gradient.
             They have none now either.
         not_asked_for: keys of the checkpoint that belong to a part (model or optimizer) that was not given.
+        differences: in words, settings of the optimizers that were saved otherwise and were left as they are.
     """
 
     path: Path
@@ -55,6 +59,7 @@ class LoadReport:
     loaded: int
     without_state: list[str] = field(default_factory=list)
     not_asked_for: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
 
 
 def save(
@@ -69,14 +74,16 @@ def save(
 ) -> None:
     """Save a model and its optimizers as the checkpoint directory ``path``, as a whole or not at all. All ranks must call it.
 
-    Nothing of model and optimizers changes. Each rank writes what it keeps, without gathering anything.
+    Nothing of model and optimizers changes. Each rank writes what it keeps, without gathering anything. Saved are parameters, persistable
+    buffers, optimizer states, master weights, and the learning rate with its scheduler's state. Not saved are random number generators,
+    gradients and, so far, the other hyper-parameters.
 
     Args:
         path: the directory, the same on all ranks; missing or empty.
-        model: sharded by ``fully_shard``, or a plain model, the same on every rank, of which the first rank saves all.
+        model: sharded by ``fully_shard``, ours or Paddle's own, or a plain model, the same on every rank, of which the first rank saves all.
         optimizer: bound to the model, or a list of such; plain as the model is plain. States that it doesn't have yet are not made.
         step: noted in the checkpoint; a whole number from 0 on.
-        extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks; the first rank's are saved.
+        extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks.
         overwrite: replace a checkpoint that is at ``path``, as a whole.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
@@ -90,7 +97,7 @@ def save(
     def prepare() -> JsonValue:
         saving = _prepare(path, model, optimizers, step, extra_state, rendezvous.rank)
         prepared.append(saving)
-        return [str(saving.target), saving.subjects.digest(), saving.step, overwrite]
+        return [str(saving.target), saving.subjects.digest(), saving.step, overwrite, _digest(json.dumps(extra_state, sort_keys=True))]
 
     exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
     saving = prepared[0]
@@ -142,7 +149,7 @@ def load(
 
     Args:
         path: a directory that ``save`` made, the same on all ranks.
-        model: sharded by ``fully_shard``, or plain.
+        model: sharded by ``fully_shard``, ours or Paddle's own, or plain.
         optimizer: bound to the model, or a list of such; plain as the model is plain; fresh or used. Its states become those of
             the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
@@ -170,7 +177,7 @@ def load(
             plan = _plan(where, subjects)
             plans.append(plan)
             text = plan.reads.index.manifest.to_json()
-            return [str(where), subjects.digest(), hashlib.sha256(text.encode()).hexdigest()]
+            return [str(where), subjects.digest(), _digest(text)]
 
         exchange(rendezvous, f"{token}/plan", plan_all, _check_same_loading, timeout_seconds)
     plan = plans[0]
@@ -192,6 +199,7 @@ def load(
         len(plan.weights),
         plan.without_state,
         plan.not_asked_for,
+        _restore_learning_rates(plan.subjects, _saved_optimizers(plan.reads.index)),
     )
 
 
@@ -216,7 +224,14 @@ def _prepare(
         check_json(extra_state, "extra_state")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"nothing was saved: {error}") from error
+    runtime = runtime_of(model)
+    if runtime is not None and runtime.gradients_pending:
+        warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=4)
     return _Saving(target, subjects, _check_step(step), weights_to_store(subjects, rank))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_step(step: Any) -> int | None:
@@ -230,8 +245,9 @@ def _check_step(step: Any) -> int | None:
 
 
 def _check_same_saving(ranks: list[JsonValue]) -> None:
-    for what, values in zip(("path", "model and optimizers", "step", "overwrite"), zip(*ranks, strict=True), strict=True):
-        _check_same("save", what, values, "nothing was written", shown=what != "model and optimizers")
+    shown = ("path", "step", "overwrite")
+    for what, values in zip(("path", "model and optimizers", "step", "overwrite", "extra_state"), zip(*ranks, strict=True), strict=True):
+        _check_same("save", what, values, "nothing was written", shown=what in shown)
 
 
 def _check_same_loading(ranks: list[JsonValue]) -> None:
@@ -256,6 +272,7 @@ class _LoadPlan:
 
     subjects: Subjects
     weights: dict[str, ShardedWeight]
+    state_loads: Sequence[StateLoad]
     reads: ReadPlan
     without_state: list[str]
     not_asked_for: list[str]
@@ -263,6 +280,8 @@ class _LoadPlan:
     def read(self) -> None:
         with destinations([weight.local_tensor for weight in self.weights.values()]) as views:
             execute_read(self.reads, views)
+        for one in self.state_loads:
+            one.finish()
 
 
 def _plan(path: Path, subjects: Subjects) -> _LoadPlan:
@@ -273,6 +292,7 @@ def _plan(path: Path, subjects: Subjects) -> _LoadPlan:
     not_asked_for: list[str] = []
     without_state: list[str] = []
     weights: dict[str, ShardedWeight] = {}
+    state_loads: list[StateLoad] = []
     if subjects.model is None:
         in_states = set().union(*states.values())
         not_asked_for += [key for key in index.stored if key not in in_states]
@@ -282,7 +302,7 @@ def _plan(path: Path, subjects: Subjects) -> _LoadPlan:
         # The values under the other names are the same, and go to the same memory.
         others = {name for names in tied for name in names[1:]}
         # Tensors without elements are not stored.
-        found = sharded_state_dict(subjects.model)
+        found = subjects.sharding.model_weights(subjects.model)
         empty = {key for key, weight in found.items() if 0 in weight.global_shape}
         weights.update({key: weight for key, weight in found.items() if key not in others and key not in empty})
         expected |= model_keys - empty
@@ -293,15 +313,29 @@ def _plan(path: Path, subjects: Subjects) -> _LoadPlan:
     for one in subjects.steppers:
         # Where a model is given its keys say so too.
         expected |= {name for name in one.names if name not in states}
-        keys, absent = _match_optimizer_state(one, states)
-        expected |= keys
-        without_state += absent
-        weights.update(existing_states(one.optimizer, one.parameters))
+        stored = {name for name in one.names if states.get(name)}
+        loading = subjects.sharding.begin_load(one.optimizer, one.parameters, stored)
+        # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
+        expected |= set().union(*(states.get(other.slot.name, set()) for other in one.parameters if not other.range.numel))
+        without_state += [p.slot.name for p in one.parameters if p.slot.name not in stored and not p.parameter.stop_gradient]
+        weights.update(loading.weights)
+        state_loads.append(loading)
     targets = [piece_of(key, weight) for key, weight in weights.items()]
     reads = plan_read(index, targets, expected, not_asked_for)
     reads.problems.raise_if_any()
     check_duplicates(reads)
-    return _LoadPlan(subjects, weights, reads, without_state, not_asked_for)
+    for loading in state_loads:
+        _read_copies(index, loading)
+    return _LoadPlan(subjects, weights, state_loads, reads, without_state, not_asked_for)
+
+
+def _read_copies(index: CheckpointIndex, loading: StateLoad) -> None:
+    """Read what an optimizer must judge before anything changes, and let it."""
+    if loading.copies:
+        targets = [piece_of(key, weight) for key, weight in loading.copies.items()]
+        with destinations([weight.local_tensor for weight in loading.copies.values()]) as views:
+            execute_read(plan_read(index, targets, (), index.stored), views)
+        loading.check()
 
 
 def _stored_states(index: CheckpointIndex, model_keys: Collection[str]) -> dict[str, set[str]]:
@@ -335,6 +369,7 @@ class _SavedOptimizer:
     cls: str
     names: frozenset[str]
     with_gradient: frozenset[str]
+    learning_rate: dict[str, JsonValue]
 
 
 def _saved_optimizers(index: CheckpointIndex) -> list[_SavedOptimizer]:
@@ -348,7 +383,7 @@ def _saved_optimizers(index: CheckpointIndex) -> list[_SavedOptimizer]:
 
 def _saved_optimizer(value: JsonValue) -> _SavedOptimizer:
     names = frozenset(name for group in value["groups"] for name in group["parameters"])
-    return _SavedOptimizer(value["class"], names, frozenset(value["with_gradient"]))
+    return _SavedOptimizer(value["class"], names, frozenset(value["with_gradient"]), dict(value["learning_rate"]))
 
 
 def _check_optimizers(index: CheckpointIndex, steppers: Sequence[Stepper]) -> None:
@@ -373,33 +408,10 @@ def _check_optimizers(index: CheckpointIndex, steppers: Sequence[Stepper]) -> No
         )
 
 
-def _match_optimizer_state(stepper: Stepper, states: dict[str, set[str]]) -> tuple[set[str], list[str]]:
-    """Let the optimizer have states for just those parameters for which the checkpoint has some.
-
-    Returns:
-        The keys that the checkpoint should have of the optimizer's parameters, and the names of the parameters without state.
-    """
-    absent = [one for one in stepper.parameters if not states.get(one.slot.name)]
-    drop_states(stepper.optimizer, absent)
-    create_states(stepper.optimizer, [one for one in stepper.parameters if states.get(one.slot.name)])
-    # Of the parameters of which this rank keeps nothing it makes no states; those ranks judge that do.
-    elsewhere = [states.get(one.slot.name, set()) for one in stepper.parameters if not one.range.numel]
-    return set().union(*elsewhere), [one.slot.name for one in absent if not one.parameter.stop_gradient]
-
-
 def _announce(subjects: Subjects) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
-    runtime = subjects.runtime
-    if subjects.model is None:
-        return
-    if runtime is None:
-        for parameter in subjects.model.parameters():
-            parameter._bump_inplace_version()
-        return
-    for unit in runtime.units:
-        unit.changed()
-    loaded = {id(one) for stepper in subjects.steppers for one in stepper.parameters}
-    runtime.parameters_written([shard for shard in runtime.shards if id(shard) not in loaded])
+    stepped = [one for stepper in subjects.steppers for one in stepper.parameters]
+    subjects.sharding.values_written(subjects.model, [stepper.optimizer for stepper in subjects.steppers], stepped)
 
 
 def _reset_gradients(subjects: Subjects, manifest: Manifest) -> None:
@@ -410,22 +422,28 @@ def _reset_gradients(subjects: Subjects, manifest: Manifest) -> None:
     with_gradient = {name for one in manifest.optimizers for name in one["with_gradient"]}
     for stepper in subjects.steppers:
         for one in stepper.parameters:
-            present = one.slot.name in with_gradient
-            if isinstance(one, ParameterShard):
-                one.reset_gradient(present)
-            elif present and not one.parameter.stop_gradient:
-                one.parameter.grad = paddle.zeros_like(one.parameter)
-            else:
-                one.parameter.clear_gradient(False)
+            subjects.sharding.reset_gradient(one, one.slot.name in with_gradient)
 
 
 def _describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
-    with_gradient = [
-        one.slot.name
-        for one in stepper.parameters
-        if (one.has_gradient or one.got_gradient if isinstance(one, ParameterShard) else one.parameter.grad is not None)
-    ]
-    return {"class": stepper.cls, "groups": [{"parameters": names} for names in stepper.groups()], "with_gradient": with_gradient}
+    with_gradient = [one.slot.name for one in stepper.parameters if stepper.sharding.has_gradient(one)]
+    return {
+        "class": stepper.cls,
+        "groups": [{"parameters": names} for names in stepper.groups()],
+        "with_gradient": with_gradient,
+        "learning_rate": describe_learning_rate(stepper.optimizer),
+    }
+
+
+def _restore_learning_rates(subjects: Subjects, saved: Sequence[_SavedOptimizer]) -> list[str]:
+    """Give each optimizer's scheduler the state of the one that was saved, and return what differs otherwise."""
+    differences = []
+    for stepper in subjects.steppers:
+        for one in saved:
+            if stepper.names & one.names:
+                differences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
+                break
+    return [text for text in differences if text is not None]
 
 
 def _open(model: object, optimizers: Sequence[object]) -> tuple[Rendezvous, str]:
@@ -433,11 +451,7 @@ def _open(model: object, optimizers: Sequence[object]) -> tuple[Rendezvous, str]
 
     Whatever the objects are: what is wrong with them must be said at the meeting.
     """
-    runtime = runtime_of(model) if isinstance(model, nn.Layer) else None
-    for one in optimizers:
-        if runtime is None and model is None and isinstance(one, paddle.optimizer.Optimizer) and binding_of(one) is not None:
-            runtime = optimizer_shards(one)[0].unit.runtime
-    return open_rendezvous(default_group() if runtime is None else runtime.communicator.group)
+    return open_rendezvous(group_of(model, optimizers))
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:

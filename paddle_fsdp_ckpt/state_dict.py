@@ -5,16 +5,15 @@ The values are views of the live tensors: nothing is copied or moved, and what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import ShardingError
-from .fsdp import ParameterShard, named_buffers, named_parameters, runtime_of
-from .optim import OptimizerState, StateKind, SteppedParameter, WholeParameter, init_optimizer_state, optimizer_states
+from .fsdp import named_buffers
+from .optim import StateKind
+from .shardings import init_states, sharding_of, states_of
 from .subjects import Subjects, check_tensors
 
 __all__ = ["init_optimizer_state", "optimizer_sharded_state_dict", "sharded_state_dict"]
@@ -24,7 +23,7 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     """Return this rank's part of a model's parameters and persistable buffers, by structured name.
 
     Args:
-        model: sharded by ``fully_shard``; or a plain model, whose tensors are then given whole.
+        model: sharded by ``fully_shard``, ours or Paddle's own; or a plain model, whose tensors are then given whole.
 
     Returns:
         For each parameter of which this rank keeps a piece, and each of its names: a 1-D view with ``is_flattened=True``, and
@@ -35,17 +34,9 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
         ShardingError: the model is a part of a sharded one, holds one, or is distributed by somebody else.
     """
     check_tensors(model)
-    weights: dict[str, ShardedWeight] = {}
-    runtime = runtime_of(model)
-    if runtime is None:
-        for named in named_parameters(model):
-            weights.update({name: _replicated(name, named.parameter) for name in named.names})
-    else:
-        for shard in runtime.shards:
-            if shard.range.numel:
-                weights.update({name: _elementwise(name, shard, shard.local) for name in shard.slot.names})
-    weights.update({name: _replicated(name, buffer) for name, buffer in named_buffers(model)})
-    return weights
+    sharding = sharding_of(model)
+    sharding.warn_of_cuts()
+    return sharding.model_weights(model)
 
 
 def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
@@ -55,22 +46,32 @@ def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
     in one that has stepped have no state, and no key.
 
     Args:
-        optimizer: bound to a sharded model.
+        optimizer: bound to a sharded model; or one that steps a model that Paddle's own ``fully_shard`` cut.
 
     Returns:
-        Elementwise states as parameters are in :func:`sharded_state_dict`; scalars replicated, with their exact shape.
+        Elementwise states as parameters are in :func:`sharded_state_dict`; scalars replicated, with their exact shape; ASGD's ``y``
+        as the box ``[:, a:b]`` of [batch_num, elements of the flattened parameter].
 
     Raises:
         ShardingError: the optimizer is not bound.
         UnsupportedOptimizerError: it has a state that its class is not known to have.
     """
-    _ensure_state(optimizer)
-    return existing_states(optimizer)
+    return states_of(optimizer)
 
 
-def existing_states(optimizer: Any, parameters: Sequence[SteppedParameter] | None = None) -> dict[str, ShardedWeight]:
-    """Return what :func:`optimizer_sharded_state_dict` returns, of the states that there are."""
-    return {state.key: _weight(state) for state in optimizer_states(optimizer, parameters)}
+def init_optimizer_state(optimizer: Any) -> None:
+    """Create the states of an optimizer, as its first step would, without a step: no value moves, no counter advances.
+
+    Parameters that have states keep them; frozen ones get none.
+
+    Args:
+        optimizer: as for :func:`optimizer_sharded_state_dict`.
+
+    Raises:
+        ShardingError: as :func:`optimizer_sharded_state_dict`.
+        UnsupportedOptimizerError: the same.
+    """
+    init_states(optimizer)
 
 
 def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
@@ -80,44 +81,18 @@ def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
     that keeps the parameter's first element.
     """
     weights: dict[str, ShardedWeight] = {}
-    is_plain = subjects.runtime is None
+    sharding, is_plain = subjects.sharding, subjects.sharding.is_plain
     if subjects.model is not None:
-        weights.update(sharded_state_dict(subjects.model))
+        sharding.warn_of_cuts()
+        weights.update(sharding.model_weights(subjects.model))
         if rank > 0:
             replicated = set(weights) if is_plain else {name for name, _ in named_buffers(subjects.model)}
             weights = {key: weight for key, weight in weights.items() if key not in replicated}
     for stepper in subjects.steppers:
         if rank == 0 or not is_plain:
-            for state in optimizer_states(stepper.optimizer, stepper.parameters):
-                if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
+            for state in sharding.states(stepper.optimizer, stepper.parameters):
+                if state.kind is not StateKind.SCALAR or state.shard.range.start == 0:
                     if state.key in weights:
                         raise ShardingError(f"'{state.key}' is both a tensor of the model and a state of the optimizer; rename the tensor")
-                    weights[state.key] = _weight(state)
+                    weights[state.key] = sharding.weight_of(state)
     return weights
-
-
-def _ensure_state(optimizer: Any) -> None:
-    if not any(optimizer._accumulators.values()) and not optimizer._master_weights:
-        init_optimizer_state(optimizer)
-
-
-def _weight(state: OptimizerState) -> ShardedWeight:
-    if state.kind is StateKind.ELEMENTWISE and not isinstance(state.shard, WholeParameter):
-        assert isinstance(state.shard, ParameterShard)
-        return _elementwise(state.key, state.shard, state.tensor)
-    return _replicated(state.key, state.tensor)
-
-
-def _elementwise(key: str, shard: ParameterShard, piece: paddle.Tensor) -> ShardedWeight:
-    # A view of its own: stock load_state_dict reshapes what it is given, in place.
-    view = piece._slice(0, piece.shape[0])
-    shape, offset = shard.slot.shape, (0,) * len(shard.slot.shape)
-    if shard.buffer.layout.world_size == 1:
-        view.get_tensor()._set_dims(list(shape))
-        return ShardedWeight(key, view, shape, shape, offset)
-    return ShardedWeight(key, view, shape, shape, offset, True, slice(shard.range.start, shard.range.stop))
-
-
-def _replicated(key: str, tensor: paddle.Tensor) -> ShardedWeight:
-    shape = tuple(tensor.shape)
-    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))

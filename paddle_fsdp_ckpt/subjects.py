@@ -11,9 +11,9 @@ import paddle
 from paddle import nn
 
 from .errors import CheckpointError, ShardingError, UnsupportedOptimizerError, listing
-from .fsdp import Runtime, ShardedParameter, dtype_name, named_buffers, named_parameters, runtime_of
-from .layout import Slot
-from .optim import SteppedParameter, WholeParameter, binding_of, check_bound, entry_of, optimizer_shards, parameter_groups
+from .fsdp import ShardedParameter, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
+from .optim import SteppedParameter
+from .shardings import Sharding, sharding_of, sharding_of_optimizers
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Stepper:
 
     optimizer: Any
     parameters: Sequence[SteppedParameter]
+    sharding: Sharding
 
     @property
     def cls(self) -> str:
@@ -35,9 +36,7 @@ class Stepper:
 
     def groups(self) -> list[list[str]]:
         """Return the names of each param group, without buffers, which Paddle's BatchNorm counts as parameters."""
-        name_of = {id(one.parameter): one.slot.name for one in self.parameters}
-        held = [[id(parameter) for parameter in group["params"]] for group in parameter_groups(self.optimizer)]
-        return [[name_of[one] for one in group if one in name_of] for group in held]
+        return self.sharding.groups(self.optimizer, self.parameters)
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Subjects:
     Attributes:
         model: the model, or None.
         steppers: the optimizers.
-        runtime: what they are sharded by, or None where they are plain.
+        sharding: how the ranks keep them.
     """
 
     model: nn.Layer | None
     steppers: Sequence[Stepper]
-    runtime: Runtime | None
+    sharding: Sharding
 
     def model_keys(self) -> set[str]:
         """Return the keys of the model's parameters and buffers, on any rank; none where no model is given."""
@@ -75,7 +74,7 @@ class Subjects:
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
             described += [
-                (named.names, named.parameter.shape if self.runtime is None else [], dtype_name(named.parameter))
+                (named.names, named.parameter.shape if self.sharding.is_plain else [], dtype_name(named.parameter))
                 for named in named_parameters(self.model)
             ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in named_buffers(self.model)]
@@ -100,31 +99,15 @@ def check_subjects(model: nn.Layer | None, optimizers: Sequence[Any]) -> Subject
                 f"optimizer: {type(one).__name__} is not an optimizer of paddle.optimizer, nor a list of such; give the one "
                 "that steps the model"
             )
-        entry_of(one)
-    runtime = None if model is None else runtime_of(model)
-    if model is None or runtime is not None:
-        for one in optimizers:
-            check_bound(one)
-    if model is not None and runtime is None:
-        steppers = [_plain_stepper(one, model) for one in optimizers]
-    else:
-        steppers = [Stepper(one, optimizer_shards(one)) for one in optimizers]
-        runtimes = {id(shard.unit.runtime): shard.unit.runtime for one in optimizers for shard in optimizer_shards(one)}
-        if runtime is None:
-            runtime = next(iter(runtimes.values()))
-        foreign = [shard.slot.name for one in optimizers for shard in optimizer_shards(one) if shard.unit.runtime is not runtime]
-        if foreign:
-            whose = "of several sharded models, whose names may be the same" if model is None else "of another model than the one given"
-            raise ShardingError(
-                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; give each model its own "
-                "optimizer and its own checkpoint, or shard one layer that holds all models"
-            )
+    sharding = sharding_of_optimizers(optimizers) if model is None else sharding_of(model)
+    held = sharding.held_by(optimizers, model)
+    steppers = [Stepper(one, parameters, sharding) for one, parameters in zip(optimizers, held, strict=True)]
     _check_stepped_once(steppers)
-    return Subjects(model, steppers, runtime)
+    return Subjects(model, steppers, sharding)
 
 
 def check_tensors(model: nn.Layer) -> None:
-    """Raise where a model, sharded by us or plain, has tensors that we can't give or take whole.
+    """Raise where a model has tensors that we can't give or take whole.
 
     Raises:
         CheckpointError: it is no model.
@@ -132,6 +115,8 @@ def check_tensors(model: nn.Layer) -> None:
     """
     if not isinstance(model, nn.Layer):
         raise CheckpointError(f"model: {type(model).__name__} is not a paddle.nn.Layer; give the model that was trained")
+    if paddle_runtime_of(model) is not None:  # which has checked it
+        return
     parameters = named_parameters(model)
     runtime = runtime_of(model)
     strange = [
@@ -161,26 +146,6 @@ def check_tensors(model: nn.Layer) -> None:
     empty = [name for name, tensor in plain if not tensor._is_initialized() and 0 not in tensor.shape]
     if empty:
         raise ShardingError(f"without values, as made under LazyGuard: {listing(empty)}; initialize them first")
-
-
-def _plain_stepper(optimizer: Any, model: nn.Layer) -> Stepper:
-    if binding_of(optimizer) is not None:
-        raise ShardingError(f"{type(optimizer).__name__} is bound to a sharded model, and the model given is another one, not sharded")
-    known = {
-        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
-        for named in named_parameters(model)
-    }
-    buffers = {id(buffer) for _, buffer in named_buffers(model)}
-    every = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
-    held = [parameter for parameter in every if id(parameter) not in buffers]
-    foreign = [parameter.name for parameter in held if id(parameter) not in known]
-    if foreign or not held:
-        raise ShardingError(
-            f"{type(optimizer).__name__}: {len(foreign)} of its {len(held)} parameters are not of the model given: "
-            f"{listing(foreign)}; give the "
-            "model that it steps"
-        )
-    return Stepper(optimizer, [known[id(parameter)] for parameter in held])
 
 
 def _check_stepped_once(steppers: Iterable[Stepper]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import paddle.distributed as dist
 from paddle import nn
 
+from .errors import ShardingError
 from .fsdp import GradientReduction, shard_model
-from .optim import bind_optimizer, check_optimizer
+from .optim import bind_optimizer, check_optimizer, parameter_groups
 
 _BIND_LATER: Any = object()
 
@@ -29,7 +30,7 @@ def fully_shard(
 
     Afterwards every rank must run the same units in the same order, forward and backward: a layer that the data of one rank
     skips must be in one unit with its neighbours, as an expert is in its block's. Buffers and BatchNorm's running statistics
-    are not sharded: each rank has its own, of the data that it saw.
+    are not sharded: each rank has its own, and the statistics are averaged over the ranks at each step.
 
     Args:
         model: parameters of dtype float32, float64, float16 or bfloat16.
@@ -53,6 +54,8 @@ def fully_shard(
     def check(about_to_shard: Collection[int]) -> list[str]:
         for one in optimizers:
             check_optimizer(one, about_to_shard)
+            if not any(id(parameter) in about_to_shard for group in parameter_groups(one) for parameter in group["params"]):
+                raise ShardingError(f"{type(one).__name__}: it holds no parameter of this model; give the optimizer that steps it")
         return [type(one).__name__ for one in optimizers]
 
     runtime = shard_model(model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, check=check)

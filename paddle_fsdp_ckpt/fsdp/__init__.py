@@ -1,6 +1,7 @@
-"""Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable."""
+"""Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable; and a reader of Paddle's own."""
 
 from .communication import Communicator, default_group
+from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_runtime_of
 from .parameter import ShardedParameter
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharding import check_model, local_parameters, shard_model
@@ -11,6 +12,7 @@ __all__ = [
     "Communicator",
     "GradientReduction",
     "LiveBuffer",
+    "PaddleRuntime",
     "ParameterShard",
     "Runtime",
     "ShardedParameter",
@@ -21,6 +23,9 @@ __all__ = [
     "local_parameters",
     "named_buffers",
     "named_parameters",
+    "paddle_group",
+    "paddle_runtime",
+    "paddle_runtime_of",
     "runtime_of",
     "shard_model",
 ]

@@ -117,6 +117,19 @@ class PaddleRuntime:
     group: Any
     shards: tuple[PaddleShard, ...]
 
+    def model_weights(self) -> dict[str, ShardedWeight]:
+        """Return views of this rank's part of all parameters, and the persistable buffers, whole."""
+        weights: dict[str, ShardedWeight] = {}
+        for shard in self.shards:
+            if shard.range.numel:
+                weights.update({name: flat_weight(name, shard, shard.local) for name in shard.slot.names})
+        weights.update({name: replicated_weight(name, buffer) for name, buffer in named_buffers(self.model)})
+        return weights
+
+    def warn_of_cuts(self, stacklevel: int = 2) -> None:
+        """Warn of parameters that stock Paddle would restore wrongly, as it was cut here."""
+        _warn_of_cuts(self, stacklevel + 1)
+
     def values_written(self) -> None:
         """Let go of all that was gathered from the weights before, and of gradients of theirs. All ranks must call it, between steps.
 
@@ -159,6 +172,14 @@ def paddle_runtime_of(model: nn.Layer) -> PaddleRuntime | None:
     return _read(context) if context is not None and getattr(context, "model", None) is model else None
 
 
+def paddle_group(model: object = None) -> Any:
+    """Return the group over which Paddle's own ``fully_shard`` cut a model, by default any; None where it didn't. It raises nothing."""
+    context = _registered()
+    if context is None or model not in (None, getattr(context, "model", None)):
+        return None
+    return getattr(getattr(context, "buffer_manager", None), "_fsdp_group", None)
+
+
 def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     """Return this rank's part of the parameters and persistable buffers of a model that Paddle's own ``fully_shard`` cut.
 
@@ -171,13 +192,8 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     runtime = paddle_runtime_of(model)
     if runtime is None:
         raise ShardingError(f"{type(model).__name__} is not the model that paddle.distributed.fsdp.fully_shard cut in this process")
-    _warn_of_cuts(runtime)
-    weights: dict[str, ShardedWeight] = {}
-    for shard in runtime.shards:
-        if shard.range.numel:
-            weights.update({name: flat_weight(name, shard, shard.local) for name in shard.slot.names})
-    weights.update({name: replicated_weight(name, buffer) for name, buffer in named_buffers(model)})
-    return weights
+    runtime.warn_of_cuts(stacklevel=3)
+    return runtime.model_weights()
 
 
 def flat_weight(key: str, shard: PaddleShard, view: paddle.Tensor) -> ShardedWeight:
@@ -290,7 +306,7 @@ def _has(value: Any, dotted: str) -> bool:
     return True
 
 
-def _warn_of_cuts(runtime: PaddleRuntime) -> None:
+def _warn_of_cuts(runtime: PaddleRuntime, stacklevel: int) -> None:
     bad = []
     for buffer in runtime.buffers:
         for slot in buffer.layout.slots:
@@ -303,5 +319,5 @@ def _warn_of_cuts(runtime: PaddleRuntime) -> None:
             f"Paddle's fully_shard cut {len(bad)} parameters where paddle.distributed.load_state_dict restores them wrongly, without an "
             f"error: {listing(bad)}. Load them with paddle_fsdp_ckpt.load, which restores them right, or use paddle_fsdp_ckpt.fully_shard, "
             "which cuts elsewhere",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

@@ -85,6 +85,15 @@ class ShardedParameter(EagerParamBase):
         """Return one value while the parameter is whole; an error otherwise."""
         return self._data().item(*args)
 
+    def numel(self) -> paddle.Tensor:
+        """Return how many elements the whole parameter has, as a 0-D int64 tensor."""
+        return paddle.to_tensor(self._shard.slot.numel, dtype="int64")
+
+    def clone(self) -> paddle.Tensor:
+        """Return a copy of the whole value while the parameter is whole; an error otherwise."""
+        self._check_data()
+        return _Tensor.clone(self)
+
     def tolist(self) -> Any:
         """Return the whole value while the parameter is whole; an error otherwise."""
         return self._data().tolist()

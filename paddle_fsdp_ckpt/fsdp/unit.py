@@ -76,7 +76,7 @@ class ParameterShard:
         """Say in words what this is."""
         keeps = f"elements {self.range.start} to {self.range.stop}" if self.range.numel else "nothing"
         return (
-            f"sharded parameter '{self.slot.name}' (shape {list(self.slot.shape)}, {self.buffer.layout.dtype}; "
+            f"sharded parameter '{' = '.join(self.slot.names)}' (shape {list(self.slot.shape)}, {self.buffer.layout.dtype}; "
             f"this rank keeps {keeps} of {self.slot.numel})"
         )
 

@@ -2,6 +2,7 @@
 
 from .binding import bind_optimizer, binding_of, check_optimizer, optimizer_shards, parameter_groups
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of
+from .fused import split_weight_decay
 from .registry import (
     OptimizerState,
     SteppedParameter,
@@ -13,6 +14,7 @@ from .registry import (
     optimizer_states,
     states_restored_on_error,
 )
+from .schedule import describe_learning_rate, restore_learning_rate
 
 __all__ = [
     "CATALOG",
@@ -26,11 +28,14 @@ __all__ = [
     "check_bound",
     "check_optimizer",
     "create_states",
+    "describe_learning_rate",
     "drop_states",
     "entry_of",
     "init_optimizer_state",
     "optimizer_shards",
     "optimizer_states",
     "parameter_groups",
+    "restore_learning_rate",
+    "split_weight_decay",
     "states_restored_on_error",
 ]

@@ -94,6 +94,12 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
             f"{type(optimizer).__name__}: use_multi_tensor=True needs a gradient of every parameter on every rank, and a rank "
             "keeps only some; leave it out"
         )
+    dtypes = {str(parameter.dtype) for group in parameter_groups(optimizer) for parameter in group["params"]}
+    if isinstance(optimizer, paddle.optimizer.Rprop) and len(dtypes) > 1:
+        raise UnsupportedOptimizerError(
+            "Rprop: it keeps its etas and learning_rate_range in the dtype of the first parameter that it steps, and ranks may step "
+            f"different ones first; its parameters are {', '.join(sorted(dtypes))}: make one Rprop for each dtype"
+        )
     if any(optimizer._accumulators.values()) or optimizer._master_weights:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: it has state already, for parameters as they were before they were sharded; bind it before its "

@@ -6,6 +6,7 @@ that owns it, or of that one's master weight.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from ..errors import MismatchError, ShardingError, UnsupportedOptimizerError, listing
+from ..errors import CheckpointError, MismatchError, ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_runtime import PaddleBuffer, PaddleRuntime, PaddleShard, flat_weight, paddle_runtime, replicated_weight
 from ..layout import Range
 from .catalog import CATALOG, OptimizerEntry, StateKind, state_name
@@ -23,16 +24,9 @@ from .registry import MASTER_WEIGHT_KEY, OptimizerState
 
 _SPLIT_ATTRIBUTE = "_fused_decay_split"
 _ELEMENTWISE = StateKind.ELEMENTWISE
-_MOMENTS = {"moment1": _ELEMENTWISE, "moment2": _ELEMENTWISE}
 
 FUSED_CATALOG: dict[str, OptimizerEntry] = {
-    **CATALOG,
-    "Adamax": OptimizerEntry({"moment": _ELEMENTWISE, "inf_norm": _ELEMENTWISE, "beta1_pow_acc": StateKind.SCALAR}),
-    "RMSProp": OptimizerEntry({"momentum": _ELEMENTWISE, "mean_square": _ELEMENTWISE, "mean_grad": _ELEMENTWISE}),
-    "NAdam": OptimizerEntry({**_MOMENTS, "momentum_decay_pow": _ELEMENTWISE, "beta2_pow": _ELEMENTWISE, "mu_product": _ELEMENTWISE}),
-    "RAdam": OptimizerEntry({**_MOMENTS, "beta1_pow": _ELEMENTWISE, "beta2_pow": _ELEMENTWISE, "rho": _ELEMENTWISE}),
-    "Adadelta": OptimizerEntry({"avg_squared_grad": _ELEMENTWISE, "avg_squared_update": _ELEMENTWISE}),
-    "Adagrad": OptimizerEntry({"moment": _ELEMENTWISE}),
+    name: CATALOG[name] for name in ("Adam", "AdamW", "Momentum", "SGD", "Adamax", "RMSProp", "NAdam", "RAdam", "Adadelta", "Adagrad")
 }
 """The optimizers that can step fused buffers, and their states."""
 
@@ -125,7 +119,7 @@ def states_written(optimizer: Any) -> None:
             fused[id(owner)].append((state.key, state.tensor))
             owners[id(owner)] = owner
     for pieces in fused.values():
-        _check_one_value([(key, piece._slice(0, 1), piece) for key, piece in pieces])
+        _check_one_value([(key, piece._slice(0, 1), piece) for key, piece in pieces], _PARTLY_LOADED)
     with paddle.no_grad():
         for one, pieces in fused.items():
             owners[one].fill_(pieces[0][1]._slice(0, 1).item())
@@ -136,11 +130,30 @@ class FusedLoad:
     """What to load an optimizer's states into: views for what is elementwise, and for scalars a copy of each parameter's own.
 
     A buffer has one tensor for a scalar of all its parameters, and what is loaded may hold different values for them.
+
+    Attributes:
+        optimizer: the optimizer.
+        weights: where each key's values go.
+        copies: the scalars again, and one element of what is repeated, to be read first for :meth:`check`.
     """
 
     optimizer: Any
     weights: dict[str, ShardedWeight]
+    copies: dict[str, ShardedWeight]
     _scalars: Sequence[tuple[OptimizerState, paddle.Tensor]]
+    _owners: dict[str, int]
+
+    def check(self) -> None:
+        """Judge what was read into the copies.
+
+        Raises:
+            MismatchError: parameters of one buffer have different values of what the buffer has once. Nothing was changed.
+        """
+        read: dict[int, list[tuple[str, paddle.Tensor, paddle.Tensor]]] = defaultdict(list)
+        for key, weight in self.copies.items():
+            read[self._owners[key]].append((key, weight.local_tensor, weight.local_tensor))
+        for values in read.values():
+            _check_one_value(values, "Nothing was changed")
 
     def finish(self) -> None:
         """Put the loaded scalars into the optimizer, and complete the rest by :func:`states_written`.
@@ -152,7 +165,7 @@ class FusedLoad:
         for state, copy in self._scalars:
             loaded[id(state.tensor)].append((state, copy))
         for pairs in loaded.values():
-            _check_one_value([(state.key, copy, copy) for state, copy in pairs])
+            _check_one_value([(state.key, copy, copy) for state, copy in pairs], _PARTLY_LOADED)
         with paddle.no_grad():
             for pairs in loaded.values():
                 state, copy = pairs[0]
@@ -160,36 +173,111 @@ class FusedLoad:
         states_written(self.optimizer)
 
 
-def _check_one_value(loaded: Sequence[tuple[str, paddle.Tensor, paddle.Tensor]]) -> None:
+_PARTLY_LOADED = "The optimizer holds a part of the checkpoint now"
+
+
+def _check_one_value(loaded: Sequence[tuple[str, paddle.Tensor, paddle.Tensor]], consequence: str) -> None:
     """Raise unless all values of all last members are the first middle one, bit for bit."""
     key, first, _ = loaded[0]
     differing = [f"{other} and {key}" for other, _, values in loaded if bool((values != first).any().item())]
     if differing:
         raise MismatchError(
             "a fused buffer of Paddle's has one value for all its parameters, and the checkpoint has different ones: "
-            f"{listing(differing)}; the parameters did not step equally often. The optimizer holds a part of the checkpoint now: load "
-            "another one, or shard the model with paddle_fsdp_ckpt.fully_shard and load this one"
+            f"{listing(differing)}; the parameters did not step equally often. {consequence}: load another one, or shard the model with "
+            "paddle_fsdp_ckpt.fully_shard and load this one"
         )
 
 
-def begin_load(optimizer: Any) -> FusedLoad:
+def begin_load(optimizer: Any, stored: Collection[str] | None = None) -> FusedLoad:
     """Create the states that there are not yet, and return what to load them into; call ``finish()`` after that.
+
+    Args:
+        optimizer: the optimizer.
+        stored: the names of the parameters for which there are states to load; fused updates of others have none afterwards.
+            By default all.
 
     Raises:
         ShardingError: as :func:`optimizer_sharded_state_dict`.
         UnsupportedOptimizerError: the same.
+        MismatchError: there are states for some parameters of a fused update, and not for others.
     """
     init_optimizer_state(optimizer)
+    if stored is not None:
+        _drop_absent(optimizer, stored)
+    repeated = [f"{state}_0" for state in _REPEATED.get(type(optimizer).__name__, ())]
     weights: dict[str, ShardedWeight] = {}
+    copies: dict[str, ShardedWeight] = {}
     scalars: list[tuple[OptimizerState, paddle.Tensor]] = []
-    for state in fused_states(optimizer):
+    owners: dict[str, int] = {}
+    for state, owner in _states_and_owners(optimizer):
+        key = state.key
         if state.kind is StateKind.SCALAR:
             copy = state.tensor.clone()
             scalars.append((state, copy))
-            weights[state.key] = replicated_weight(state.key, copy)
-        else:
-            weights[state.key] = weight_of(state)
-    return FusedLoad(optimizer, weights, scalars)
+            weights[key] = copies[key] = replicated_weight(key, copy)
+            owners[key] = id(owner)
+            continue
+        weights[key] = weight_of(state)
+        if state.suffix in repeated:
+            shape, first = state.shard.slot.shape, state.shard.range.start
+            one = state.tensor._slice(0, 1).clone()
+            copies[key] = ShardedWeight(key, one, shape, shape, (0,) * len(shape), True, slice(first, first + 1))
+            owners[key] = id(owner)
+    return FusedLoad(optimizer, weights, copies, scalars, owners)
+
+
+def _drop_absent(optimizer: Any, stored: Collection[str]) -> None:
+    """Let fused updates have no states, none of whose parameters is in ``stored``."""
+    runtime = check_fused(optimizer)
+    for one in _fused_tensors(optimizer, runtime):
+        start = one.buffer.layout.shard(runtime.rank).start
+        names = [slot.name for slot in one.buffer.layout.slots if slot.range.intersect(one.within.shift(start)).numel]
+        absent = [name for name in names if name not in stored]
+        if len(absent) < len(names) and absent:
+            raise MismatchError(
+                f"the checkpoint has states for some parameters of Paddle's fused buffer '{one.buffer.layout.name}' and none for "
+                f"{listing(absent)}, which had no gradient yet; the buffer steps all of them alike. Nothing was changed: shard the model "
+                "with paddle_fsdp_ckpt.fully_shard, or load the model only, with optimizer=None"
+            )
+        if absent or not names:  # padding alone starts afresh
+            owner = _owner(optimizer, one)
+            for tensors in optimizer._accumulators.values():
+                tensors.pop(owner, None)
+            optimizer._master_weights.pop(one.live.name, None)
+            optimizer._already_create_accumulator.discard(one.live.name)
+
+
+def let_masters_follow(runtime: PaddleRuntime, loaded: Sequence[Any]) -> None:
+    """Give the master weights of all optimizers that step this model, but those in ``loaded``, the values of its weights.
+
+    Paddle's runtime doesn't know the optimizers of its model, so they are looked for in memory.
+    """
+    if all(buffer.layout.dtype not in ("float16", "bfloat16") for buffer in runtime.buffers):
+        return
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), paddle.optimizer.Optimizer)]
+    for optimizer in optimizers:
+        if any(optimizer is one for one in loaded) or not optimizer._master_weights:
+            continue
+        try:
+            check_fused(optimizer)
+        except CheckpointError:  # it steps something else, or can't step this
+            continue
+        with paddle.no_grad():
+            for fused in _fused_tensors(optimizer, runtime):
+                master = optimizer._master_weights.get(fused.live.name)
+                if master is not None:
+                    paddle.assign(fused.live.astype(master.dtype), master)
+
+
+def held_shards(optimizer: Any) -> list[PaddleShard]:
+    """Return the parameters in fused buffers that an optimizer holds, in its order.
+
+    Raises:
+        ShardingError: as :func:`check_fused`.
+        UnsupportedOptimizerError: the same.
+    """
+    shards = {shard.parameter.name: shard for shard in check_fused(optimizer).shards}
+    return [shards[cut] for cut in _held(optimizer, shards).values()]
 
 
 def steps_fused_buffers(optimizer: Any) -> bool:

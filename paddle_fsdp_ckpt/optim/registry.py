@@ -22,7 +22,7 @@ from .catalog import StateKind, entry_of, state_name
 MASTER_WEIGHT_KEY = "w_0"
 """What follows a parameter's name in the key of its master weight."""
 
-_GROUP_SETTINGS = ("_beta1", "_beta2", "_epsilon", "_lazy_mode", "_weight_decay")
+_GROUP_SETTINGS = ("_beta1", "_beta2", "_epsilon", "_lazy_mode", "_weight_decay", "initial_accumulator_value")
 """What Paddle sets anew on the optimizer itself for each param group that it works on."""
 
 
@@ -65,9 +65,9 @@ class OptimizerState:
     Attributes:
         shard: the parameter.
         suffix: what follows the parameter's name in the state's key: ``moment1_0``, or ``w_0`` for the master weight.
-        kind: one value an element, or one a parameter.
+        kind: one value an element, several, or one a parameter.
         tensor: the live tensor. Elementwise: 1-D, this rank's piece; of the whole shape for a parameter of a plain model.
-            Scalar: as the optimizer made it, shape [] or [1].
+            Scalar: as the optimizer made it, shape [] or [1]. Stacked: as elementwise, with one dimension before it.
     """
 
     shard: SteppedParameter
@@ -215,10 +215,10 @@ def _check_shape(state: OptimizerState) -> None:
     shape = list(state.tensor.shape)
     if state.kind is StateKind.SCALAR:
         fits = shape in ([], [1])
-    elif isinstance(state.shard, WholeParameter):
-        fits = shape == list(state.shard.slot.shape)
     else:
-        fits = shape == [state.shard.range.numel]
+        layers = shape[:1] if state.kind is StateKind.STACKED else []
+        one = list(state.shard.slot.shape) if isinstance(state.shard, WholeParameter) else [state.shard.range.numel]
+        fits = shape == [*layers, *one]
     if not fits:
         raise UnsupportedOptimizerError(
             f"state '{state.suffix}' of '{state.shard.slot.name}' has shape {shape}, and is {state.kind.value}; it can't be saved right"

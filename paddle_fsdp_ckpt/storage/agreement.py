@@ -155,7 +155,7 @@ def _collect(
             try:
                 value, text = json.loads(rendezvous.get(f"{token}/report/{rank}", max(0.0, deadline - time.monotonic())))
             except TimeoutError:
-                value, text = None, f"no answer within {timeout_seconds:g} s; it was killed, hangs, or is slower than that"
+                value, text = None, f"no answer within {timeout_seconds:g} s; it was killed, hangs, is slower than that, or never made this call, which all ranks must make"
             except Exception as error:  # noqa: BLE001 - each kind of store has its own exceptions
                 value, text = None, f"its answer can't be read: {_describe(error)}"
         parts.append(value)

@@ -98,7 +98,7 @@ class ReadProblems:
                 lines.append(f"{len(problems)} {what}: {_sentences(problems)}")
         if self.uncovered:
             lines.append(f"{len(self.uncovered)} not stored whole: {_sentences(self.uncovered)}")
-        lines.append("load it into the model and optimizer that it was saved from, or allow each difference explicitly")
+        lines.append("load it into the model and optimizer that it was saved from, or the weights only, with optimizer=None")
         return "\n- ".join(lines[:-1]) + f"\nWay out: {lines[-1]}"
 
 

@@ -21,13 +21,13 @@ EVERYWHERE = {
     "tied_by_matmul_in_the_root",
     "two_optimizers_over_halves_of_a_model",
 }
-"""Tried at every world size; the others at 1 and 2 ranks and, in turn, at 3 or 4."""
+"""Tried at every world size; the others at 1 and 2 ranks and, in turn, at 3 or 4; optimizers at 3 in any case."""
 
 CASES = [
     (name, world_size)
     for number, name in enumerate(SCENARIOS)
     for world_size in (1, 2, 3, 4)
-    if world_size <= 2 or name in EVERYWHERE or number % 2 == world_size % 2
+    if world_size <= 2 or name in EVERYWHERE or number % 2 == world_size % 2 or (world_size == 3 and name.startswith("optimizer_"))
 ]
 
 

@@ -12,7 +12,7 @@ from harness import this_rank
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 from paddle.nn import functional as F
-from paddle.optimizer import SGD, Adam, AdamW, Momentum
+from paddle.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Momentum, NAdam, RAdam, RMSProp, Rprop
 from training_models import (
     WIDTH,
     AttentionBlock,
@@ -573,6 +573,30 @@ def _momentum_groups(model: nn.Layer) -> Any:
     rest = [p for n, p in model.named_parameters() if not n.endswith("bias")]
     groups = [{"params": biases, "weight_decay": 0.2, "momentum": 0.5, "learning_rate": 0.1}, {"params": rest}]
     return Momentum(0.1, 0.9, parameters=groups, weight_decay=0.01)
+
+
+def _all_and_groups(what: str, cls: Any, *args: Any, group: dict[str, Any], steps: int = 5, **options: Any) -> None:
+    """Add an optimizer over a model with cut, whole and empty pieces, and another one with param groups."""
+
+    def in_groups(model: nn.Layer) -> Any:
+        biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+        rest = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+        return cls(*args, parameters=[{"params": biases, "learning_rate": 0.5, **group}, {"params": rest}], **options)
+
+    for suffix, make in (("", _all(cls, *args, **options)), ("_groups", in_groups)):
+        _add(f"optimizer_{what}{suffix}", functools.partial(Net, 2, None, Odd), make, steps=steps)
+
+
+_all_and_groups("adamax", Adamax, 0.01, epsilon=1e-6, group={"beta1": 0.5, "beta2": 0.7, "weight_decay": 0.3})
+_all_and_groups("nadam", NAdam, 0.01, epsilon=1e-6, weight_decay=0.1, group={"beta1": 0.5, "beta2": 0.7, "momentum_decay": 0.1})
+_all_and_groups("radam", RAdam, 0.01, epsilon=1e-6, group={"beta1": 0.5, "beta2": 0.9, "weight_decay": 0.3}, steps=9)
+_all_and_groups("rmsprop", RMSProp, 0.01, group={"rho": 0.5, "momentum": 0.3, "centered": True})
+_all_and_groups("rmsprop_momentum", RMSProp, 0.01, momentum=0.9, weight_decay=0.1, group={"epsilon": 1e-4})
+_all_and_groups("rmsprop_centered", RMSProp, 0.01, momentum=0.5, centered=True, name="mine", group={"centered": False})
+_all_and_groups("adadelta", Adadelta, 0.5, name="mine", group={"rho": 0.5, "epsilon": 1e-3, "weight_decay": 0.3})
+_all_and_groups("adagrad", Adagrad, 0.05, initial_accumulator_value=0.1, group={"epsilon": 1e-3, "initial_accumulator_value": 0.5})
+_all_and_groups("rprop", Rprop, 0.01, (1e-3, 0.02), grad_clip=nn.ClipGradByGlobalNorm(0.1), group={})
+_all_and_groups("asgd", ASGD, 0.1, 3, grad_clip=nn.ClipGradByGlobalNorm(0.1), group={"weight_decay": 0.3})
 
 
 @scenario

@@ -1,0 +1,420 @@
+"""How a model and its optimizers are kept: plain on every rank, cut by our runtime, or by Paddle's own.
+
+What differs between these for state dicts, ``save`` and ``load`` is here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import paddle
+from paddle import nn
+from paddle.distributed.communication.group import Group
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+from .errors import ShardingError, listing
+from .fsdp import (
+    PaddleRuntime,
+    ParameterShard,
+    Runtime,
+    default_group,
+    named_buffers,
+    named_parameters,
+    paddle_group,
+    paddle_runtime,
+    paddle_runtime_of,
+    runtime_of,
+)
+from .layout import Slot
+from .optim import (
+    OptimizerState,
+    StateKind,
+    SteppedParameter,
+    WholeParameter,
+    binding_of,
+    check_bound,
+    create_states,
+    drop_states,
+    entry_of,
+    fused,
+    init_optimizer_state,
+    optimizer_shards,
+    optimizer_states,
+    parameter_groups,
+)
+
+
+class StateLoad(Protocol):
+    """What to load an optimizer's states into, and what to do about it before and after."""
+
+    @property
+    def weights(self) -> Mapping[str, ShardedWeight]:
+        """Where each key's values go."""
+        ...
+
+    @property
+    def copies(self) -> Mapping[str, ShardedWeight]:
+        """A few values that must be read before anything changes, into copies, for :meth:`check`."""
+        ...
+
+    def check(self) -> None:
+        """Judge the copies.
+
+        Raises:
+            MismatchError: the optimizer can't have these values.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Complete what was loaded.
+
+        Raises:
+            MismatchError: the optimizer can't have these values, and holds a part of them.
+        """
+        ...
+
+
+class Sharding(ABC):
+    """How a model, and the optimizers that step it, are kept by the ranks."""
+
+    is_plain = False
+    """Whether every rank has all of everything."""
+
+    @abstractmethod
+    def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
+        """Return this rank's part of a model's parameters and persistable buffers, as views."""
+
+    @abstractmethod
+    def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
+        """Return the parameters of each optimizer, in the order of its param groups.
+
+        Raises:
+            ShardingError: an optimizer of something else.
+            UnsupportedOptimizerError: one whose states are not known.
+        """
+
+    @abstractmethod
+    def has_gradient(self, parameter: SteppedParameter) -> bool:
+        """Tell whether a step now would count the parameter as one with a gradient."""
+
+    @abstractmethod
+    def reset_gradient(self, parameter: SteppedParameter, present: bool) -> None:
+        """Let there be a gradient of zeros, or none, whatever there was; Paddle's runtime always has one."""
+
+    @abstractmethod
+    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+        """Let go of all that is out of date, and let master weights follow, after values were loaded. All ranks must call it.
+
+        Args:
+            model: whose parameters were loaded, or None.
+            optimizers: whose states were loaded.
+            stepped: their parameters.
+        """
+
+    @abstractmethod
+    def warn_of_cuts(self) -> None:
+        """Warn where stock Paddle would load what is cut here wrongly."""
+
+    def groups(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[list[str]]:
+        """Return the names of each param group, without buffers, which Paddle's BatchNorm counts as parameters."""
+        name_of = {id(one.parameter): one.slot.name for one in parameters}
+        held = [[id(parameter) for parameter in group["params"]] for group in parameter_groups(optimizer)]
+        return [[name_of[one] for one in group if one in name_of] for group in held]
+
+    def states(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[OptimizerState]:
+        """Return the states that there are, of the parameters of which this rank keeps a piece."""
+        return optimizer_states(optimizer, parameters)
+
+    def weight_of(self, state: OptimizerState) -> ShardedWeight:
+        """Describe one of :meth:`states`."""
+        return _stacked(state) if state.kind is StateKind.STACKED else replicated(state.key, state.tensor)
+
+    def begin_load(self, optimizer: Any, parameters: Sequence[SteppedParameter], stored: Collection[str]) -> StateLoad:
+        """Let an optimizer have states for just the parameters named in ``stored``, and return what to load them into."""
+        drop_states(optimizer, [one for one in parameters if one.slot.name not in stored])
+        create_states(optimizer, [one for one in parameters if one.slot.name in stored])
+        return _LoadIntoViews({state.key: self.weight_of(state) for state in self.states(optimizer, parameters)})
+
+
+@dataclass(frozen=True)
+class _LoadIntoViews:
+    """States that are loaded where they live, with nothing to do besides."""
+
+    weights: dict[str, ShardedWeight]
+    copies: dict[str, ShardedWeight] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Nothing to judge."""
+
+    def finish(self) -> None:
+        """Nothing to complete."""
+
+
+class Plain(Sharding):
+    """A model that nobody cut, the same on every rank."""
+
+    is_plain = True
+
+    def warn_of_cuts(self) -> None:
+        """Nothing is cut."""
+
+    def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
+        """Return everything, whole."""
+        weights = {name: replicated(name, named.parameter) for named in named_parameters(model) for name in named.names}
+        weights.update({name: replicated(name, buffer) for name, buffer in named_buffers(model)})
+        return weights
+
+    def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
+        """Return whole parameters of the model."""
+        assert model is not None
+        for one in optimizers:
+            entry_of(one)
+        return [_whole_parameters(one, model) for one in optimizers]
+
+    def has_gradient(self, parameter: SteppedParameter) -> bool:
+        """Tell whether Paddle has one."""
+        return parameter.parameter.grad is not None
+
+    def reset_gradient(self, parameter: SteppedParameter, present: bool) -> None:
+        """Set Paddle's own."""
+        if present and not parameter.parameter.stop_gradient:
+            parameter.parameter.grad = paddle.zeros_like(parameter.parameter)
+        else:
+            parameter.parameter.clear_gradient(False)
+
+    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+        """Let a backward know that the weights of its forward are gone."""
+        if model is not None:
+            for parameter in model.parameters():
+                parameter._bump_inplace_version()
+
+
+@dataclass(frozen=True)
+class CutByUs(Sharding):
+    """A model that :func:`paddle_fsdp_ckpt.fully_shard` cut."""
+
+    runtime: Runtime
+
+    def warn_of_cuts(self) -> None:
+        """We cut where it loads right."""
+
+    def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
+        """Return views of the shards, and whole buffers."""
+        weights: dict[str, ShardedWeight] = {}
+        for shard in self.runtime.shards:
+            if shard.range.numel:
+                weights.update({name: _elementwise(name, shard, shard.local) for name in shard.slot.names})
+        weights.update({name: replicated(name, buffer) for name, buffer in named_buffers(model)})
+        return weights
+
+    def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
+        """Return the shards of bound optimizers."""
+        for one in optimizers:
+            entry_of(one)
+        for one in optimizers:
+            check_bound(one)
+        held = [optimizer_shards(one) for one in optimizers]
+        foreign = [shard.slot.name for shards in held for shard in shards if shard.unit.runtime is not self.runtime]
+        if foreign:
+            whose = "of several sharded models, whose names may be the same" if model is None else "of another model than the one given"
+            raise ShardingError(
+                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; give each model its own "
+                "optimizer and its own checkpoint, or shard one layer that holds all models"
+            )
+        return list(held)
+
+    def weight_of(self, state: OptimizerState) -> ShardedWeight:
+        """Describe this rank's piece, or a scalar."""
+        if state.kind is StateKind.SCALAR:
+            return replicated(state.key, state.tensor)
+        if state.kind is StateKind.STACKED:
+            return _stacked(state)
+        assert isinstance(state.shard, ParameterShard)
+        return _elementwise(state.key, state.shard, state.tensor)
+
+    def has_gradient(self, parameter: SteppedParameter) -> bool:
+        """Tell whether some rank has one."""
+        assert isinstance(parameter, ParameterShard)
+        return parameter.has_gradient or parameter.got_gradient
+
+    def reset_gradient(self, parameter: SteppedParameter, present: bool) -> None:
+        """Set it on every rank."""
+        assert isinstance(parameter, ParameterShard)
+        parameter.reset_gradient(present)
+
+    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+        """Release whole units, and tell the optimizers that were not loaded."""
+        if model is None:
+            return
+        for unit in self.runtime.units:
+            unit.changed()
+        loaded = {id(one) for one in stepped}
+        self.runtime.parameters_written([shard for shard in self.runtime.shards if id(shard) not in loaded])
+
+
+@dataclass(frozen=True)
+class CutByPaddle(Sharding):
+    """A model that Paddle's own ``paddle.distributed.fsdp.fully_shard`` cut."""
+
+    runtime: PaddleRuntime
+
+    def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
+        """Return views of the fused buffers' shards, and whole buffers."""
+        return self.runtime.model_weights()
+
+    def warn_of_cuts(self) -> None:
+        """Paddle cuts anywhere."""
+        self.runtime.warn_of_cuts(stacklevel=4)
+
+    def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
+        """Return the parameters in fused buffers."""
+        return [fused.held_shards(one) for one in optimizers]
+
+    def groups(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[list[str]]:
+        """Return all names: param groups are refused."""
+        return [[one.slot.name for one in parameters]]
+
+    def states(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[OptimizerState]:
+        """Return views of the fused accumulators."""
+        return list(fused.fused_states(optimizer))
+
+    def weight_of(self, state: OptimizerState) -> ShardedWeight:
+        """Describe a view of a fused accumulator, or a scalar."""
+        return fused.weight_of(state)
+
+    def begin_load(self, optimizer: Any, parameters: Sequence[SteppedParameter], stored: Collection[str]) -> StateLoad:
+        """Return views of the fused accumulators, and copies of what a buffer has once."""
+        return fused.begin_load(optimizer, stored)
+
+    def has_gradient(self, parameter: SteppedParameter) -> bool:
+        """Fused gradients are never absent."""
+        return not parameter.parameter.stop_gradient
+
+    def reset_gradient(self, parameter: SteppedParameter, present: bool) -> None:
+        """:meth:`values_written` has set all to zero."""
+
+    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+        """Let go of gathered buffers and gradients, and let the master weights of other optimizers follow."""
+        if model is not None:
+            fused.let_masters_follow(self.runtime, optimizers)
+        self.runtime.values_written()
+
+
+def sharding_of(model: nn.Layer) -> Sharding:
+    """Return how a model is kept.
+
+    Raises:
+        ShardingError: Paddle's own ``fully_shard`` cut it in a way that can't be read.
+    """
+    by_paddle = paddle_runtime_of(model)
+    if by_paddle is not None:
+        return CutByPaddle(by_paddle)
+    runtime = runtime_of(model)
+    return Plain() if runtime is None else CutByUs(runtime)
+
+
+def sharding_of_optimizers(optimizers: Sequence[Any]) -> Sharding:
+    """Return how what optimizers step is kept, where no model is given.
+
+    Raises:
+        ShardingError: an optimizer steps nothing that is cut, or Paddle's own ``fully_shard`` cut it in a way that can't be read.
+        UnsupportedOptimizerError: an optimizer's states are not known.
+    """
+    if any(is_fused(one) for one in optimizers):
+        by_paddle = paddle_runtime()
+        assert by_paddle is not None
+        return CutByPaddle(by_paddle)
+    for one in optimizers:
+        entry_of(one)
+    for one in optimizers:
+        check_bound(one)
+    return CutByUs(optimizer_shards(optimizers[0])[0].unit.runtime)
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Tell whether an optimizer steps a model that Paddle's own ``fully_shard`` cut.
+
+    Raises:
+        ShardingError: that model is cut in a way that can't be read.
+    """
+    return binding_of(optimizer) is None and fused.steps_fused_buffers(optimizer)
+
+
+def group_of(model: object, optimizers: Sequence[object]) -> Group | None:
+    """Return the ranks over which these are cut, by default all; raises nothing, whatever they are."""
+    if isinstance(model, nn.Layer):
+        runtime = runtime_of(model)
+        if runtime is None:
+            return paddle_group(model) or default_group()
+        return runtime.communicator.group
+    steppers = [one for one in optimizers if isinstance(one, paddle.optimizer.Optimizer)] if model is None else []
+    bound = [one for one in steppers if binding_of(one) is not None]
+    if bound:
+        return optimizer_shards(bound[0])[0].unit.runtime.communicator.group
+    return (paddle_group() if steppers else None) or default_group()
+
+
+def init_states(optimizer: Any) -> None:
+    """Create the states of an optimizer over what is cut."""
+    if is_fused(optimizer):
+        fused.init_optimizer_state(optimizer)
+    else:
+        init_optimizer_state(optimizer)
+
+
+def states_of(optimizer: Any) -> dict[str, ShardedWeight]:
+    """Return the states of an optimizer over what is cut."""
+    if is_fused(optimizer):
+        return fused.optimizer_sharded_state_dict(optimizer)
+    check_bound(optimizer)
+    if not any(optimizer._accumulators.values()) and not optimizer._master_weights:
+        init_optimizer_state(optimizer)
+    sharding = CutByUs(optimizer_shards(optimizer)[0].unit.runtime)
+    return {state.key: sharding.weight_of(state) for state in optimizer_states(optimizer)}
+
+
+def replicated(key: str, tensor: paddle.Tensor) -> ShardedWeight:
+    """Describe a tensor that every rank has whole."""
+    shape = tuple(tensor.shape)
+    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
+
+
+def _elementwise(key: str, shard: ParameterShard, piece: paddle.Tensor) -> ShardedWeight:
+    # A view of its own: stock load_state_dict reshapes what it is given, in place.
+    view = piece._slice(0, piece.shape[0])
+    shape, offset = shard.slot.shape, (0,) * len(shard.slot.shape)
+    if shard.buffer.layout.world_size == 1:
+        view.get_tensor()._set_dims(list(shape))
+        return ShardedWeight(key, view, shape, shape, offset)
+    return ShardedWeight(key, view, shape, shape, offset, True, slice(shard.range.start, shard.range.stop))
+
+
+def _stacked(state: OptimizerState) -> ShardedWeight:
+    """Describe several values an element as the box of this rank's columns in [layers, elements of the flattened parameter]."""
+    layers, piece = state.tensor.shape[0], state.shard.range
+    view = state.tensor._slice(0, layers)
+    view.get_tensor()._set_dims([layers, piece.numel])
+    return ShardedWeight(state.key, view, (layers, piece.numel), (layers, state.shard.slot.numel), (0, piece.start))
+
+
+def _whole_parameters(optimizer: Any, model: nn.Layer) -> list[SteppedParameter]:
+    if binding_of(optimizer) is not None:
+        raise ShardingError(f"{type(optimizer).__name__} is bound to a sharded model, and the model given is another one, not sharded")
+    known = {
+        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
+        for named in named_parameters(model)
+    }
+    buffers = {id(buffer) for _, buffer in named_buffers(model)}
+    every = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
+    held = [parameter for parameter in every if id(parameter) not in buffers]
+    foreign = [parameter.name for parameter in held if id(parameter) not in known]
+    if foreign or not held:
+        raise ShardingError(
+            f"{type(optimizer).__name__}: {len(foreign)} of its {len(held)} parameters are not of the model given: "
+            f"{listing(foreign)}; give the "
+            "model that it steps"
+        )
+    return [known[id(parameter)] for parameter in held]
