@@ -80,7 +80,8 @@ def save(
 
     Args:
         path: the directory, the same on all ranks; missing or empty.
-        model: sharded by ``fully_shard``, ours or Paddle's own, or a plain model, the same on every rank, of which the first rank saves all.
+        model: sharded by ``fully_shard``, ours or Paddle's own, or a plain model, the same on every rank, of which the first rank
+            saves all.
         optimizer: bound to the model, or a list of such; plain as the model is plain. States that it doesn't have yet are not made.
         step: noted in the checkpoint; a whole number from 0 on.
         extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks.

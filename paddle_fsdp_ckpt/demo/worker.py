@@ -105,16 +105,15 @@ def _mean_over_ranks(value: paddle.Tensor) -> float:
 
 
 def save_checkpoint(training: Training, path: str, step: int) -> None:
-    """Save everything that the steps after ``step`` depend on."""
-    extra_state = {"step": step, "schedule": training.schedule.state_dict()}
-    save(path, model=training.model, optimizer=training.optimizer, extra_state=extra_state)
+    """Save everything that the steps after ``step`` depend on; the schedule is saved with the optimizer."""
+    save(path, model=training.model, optimizer=training.optimizer, step=step)
 
 
 def load_checkpoint(training: Training, path: str) -> int:
     """Put a checkpoint into a fresh model, optimizer and schedule, and return the step after which it was saved."""
-    extra_state = load(path, model=training.model, optimizer=training.optimizer).extra_state
-    training.schedule.set_state_dict(extra_state["schedule"])
-    return int(extra_state["step"])
+    step = load(path, model=training.model, optimizer=training.optimizer).step
+    assert step is not None, "save_checkpoint notes the step"
+    return step
 
 
 class EventWriter:

@@ -36,7 +36,7 @@ def test_every_class_has_a_row_or_a_refusal() -> None:
 
 
 def _net() -> nn.Layer:
-    return nn.Sequential(nn.Linear(3, 41), nn.GELU(), nn.Linear(41, 2))
+    return nn.Sequential(nn.Linear(3, 101), nn.GELU(), nn.Linear(101, 2))
 
 
 def _make(name: str, model: nn.Layer) -> Any:
@@ -238,4 +238,4 @@ def test_another_batch_num_of_asgd_is_an_error(tmp_path: Path, ranks: Ranks) -> 
     ranks(2).run(_other_batch_num, path, True)
     for message in ranks(2).run(_other_batch_num, path, False):
         assert "of another shape" in message
-        assert ".weight.y_0" in message
+        assert ".y_0" in message

@@ -165,6 +165,16 @@ def test_what_is_wrong_is_said_on_every_rank_and_changes_nothing(
     assert not (tmp_path / "checkpoint 2").exists()
 
 
+def test_cuts_that_stock_paddle_would_load_wrongly_are_warned_of_and_loaded_right(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks(3).run(cases.deep_tensor, str(tmp_path / "checkpoint")):
+        assert len(said) == 1
+        assert "wrongly, without an error: deep." in said[0]
+
+
+def test_frozen_parameters_have_no_states_and_move(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(cases.frozen, str(tmp_path / "checkpoint"))
+
+
 def test_split_weight_decay_is_public(single: RankPool) -> None:
     assert single.run(cases.split_is_public) == [True]
 
