@@ -13,6 +13,8 @@ from typing import Protocol
 from ..errors import CheckpointError, RankFailedError, listing
 from .format import JsonValue
 
+_NO_ANSWER = "no answer within {:g} s; it was killed, hangs, is slower than that, or never made this call, which all ranks must make"
+
 COORDINATOR = 0
 """The rank that judges, and that alone makes, renames and removes directories."""
 
@@ -155,7 +157,7 @@ def _collect(
             try:
                 value, text = json.loads(rendezvous.get(f"{token}/report/{rank}", max(0.0, deadline - time.monotonic())))
             except TimeoutError:
-                value, text = None, f"no answer within {timeout_seconds:g} s; it was killed, hangs, is slower than that, or never made this call, which all ranks must make"
+                value, text = None, _NO_ANSWER.format(timeout_seconds)
             except Exception as error:  # noqa: BLE001 - each kind of store has its own exceptions
                 value, text = None, f"its answer can't be read: {_describe(error)}"
         parts.append(value)

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from fused_cases import Blocks, Held, all_weights, cut_by_paddle, held, load, save, train
+from fused_cases import Blocks, Held, all_weights, cut_by_paddle, held, train
 from harness import this_rank
 from paddle import nn
 from paddle.distributed.auto_parallel import fully_shard_fusion
 from paddle.distributed.fsdp import fully_shard
 
+import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
 from paddle_fsdp_ckpt.fsdp.paddle_runtime import paddle_runtime, paddle_runtime_of, sharded_state_dict
@@ -87,10 +88,10 @@ def low_precision(path: str) -> None:
         assert dtypes["weight"] == "paddle.bfloat16"
         assert {"w_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"} < dtypes.keys()
         assert all(dtype == "paddle.float32" for key, dtype in dtypes.items() if key.endswith("_0"))
-        save(path, model, optimizer)
+        ckpt.save(path, model=model, optimizer=optimizer)
     with cut_by_paddle("adamw named", seed=2, dtype="bfloat16") as (model, optimizer):
         optimizer._multi_precision = True
-        load(path, model, optimizer)
+        ckpt.load(path, model=model, optimizer=optimizer)
         assert contents(model, optimizer) == saved
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,25 +16,9 @@ from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
-from paddle_fsdp_ckpt.fsdp.paddle_runtime import PaddleRuntime, paddle_runtime_of, sharded_state_dict
-from paddle_fsdp_ckpt.host_memory import bytes_of, destinations
-from paddle_fsdp_ckpt.optim import StateKind
-from paddle_fsdp_ckpt.optim.fused import (
-    begin_load,
-    fused_states,
-    init_optimizer_state,
-    optimizer_sharded_state_dict,
-    split_weight_decay,
-    weight_of,
-)
-from paddle_fsdp_ckpt.rendezvous import open_rendezvous
-from paddle_fsdp_ckpt.storage.commit import commit_checkpoint
-from paddle_fsdp_ckpt.storage.flex import piece_of
-from paddle_fsdp_ckpt.storage.format import Manifest, rank_file_name, utc_now
-from paddle_fsdp_ckpt.storage.index import read_index
-from paddle_fsdp_ckpt.storage.plan import plan_read
-from paddle_fsdp_ckpt.storage.reader import execute_read
-from paddle_fsdp_ckpt.storage.writer import write_rank_file
+from paddle_fsdp_ckpt.fsdp.paddle_runtime import paddle_runtime_of, sharded_state_dict
+from paddle_fsdp_ckpt.host_memory import bytes_of
+from paddle_fsdp_ckpt.optim.fused import init_optimizer_state, optimizer_sharded_state_dict, split_weight_decay
 
 GLOBAL_BATCH = 12
 FEATURES = 4
@@ -252,59 +235,6 @@ def assert_goes_on_alike(resumed: list[Held], right: list[Held]) -> None:
             np.testing.assert_array_equal(mine.state[key][2], values, err_msg=key)
 
 
-def save(path: str, model: nn.Layer, optimizer: Any) -> None:
-    """What ``save`` of the package is to do for these models."""
-    runtime = _runtime(model)
-    rendezvous, token = open_rendezvous(runtime.group)
-    weights = sharded_state_dict(model)
-    if rendezvous.rank > 0:
-        weights = {key: weight for key, weight in weights.items() if weight.is_flattened}
-    for state in fused_states(optimizer):
-        if state.kind is StateKind.ELEMENTWISE or state.shard.range.start == 0:
-            weights[state.key] = weight_of(state)
-    names = [shard.slot.name for shard in runtime.shards]
-
-    def build_manifest(files: Any) -> Manifest:
-        return Manifest(
-            step=3,
-            world_size=rendezvous.world_size,
-            created=utc_now(),
-            versions={},
-            optimizers=[{"class": type(optimizer).__name__, "groups": [{"parameters": names}], "with_gradient": names}],
-            extra_state=None,
-            files=tuple(files),
-        )
-
-    def write_files(directory: Path) -> Any:
-        return write_rank_file(
-            directory / rank_file_name(rendezvous.rank),
-            [(piece_of(key, weight), bytes_of(weight.local_tensor)) for key, weight in weights.items()],
-        )
-
-    commit_checkpoint(Path(path), rendezvous, write_files=write_files, build_manifest=build_manifest, token=token)
-
-
-def load(path: str, model: nn.Layer, optimizer: Any) -> None:
-    """What ``load`` of the package is to do for these models, short of agreeing and refusing together."""
-    loading = begin_load(optimizer)
-    weights = {**sharded_state_dict(model), **loading.weights}
-    index = read_index(Path(path))
-    everywhere = {shard.slot.name for shard in _runtime(model).shards if not shard.range.numel}
-    expected = {key for key in index.stored if key.rpartition(".")[0] in everywhere or key in everywhere}
-    plan = plan_read(index, [piece_of(key, weight) for key, weight in weights.items()], expected)
-    plan.problems.raise_if_any()
-    with destinations([weight.local_tensor for weight in weights.values()]) as views:
-        execute_read(plan, views)
-    loading.finish()
-    _runtime(model).values_written()
-
-
-def _runtime(model: nn.Layer) -> PaddleRuntime:
-    runtime = paddle_runtime_of(model)
-    assert runtime is not None
-    return runtime
-
-
 def train_unsharded(optimizer: str, steps: int, width: int = 10) -> Held:
     model = plain_model(width=width)
     stepper = EVERY[optimizer](model)
@@ -317,7 +247,7 @@ def train_and_save(optimizer: str, path: str, optimizer_first: bool = False, blo
     with cut_by_paddle(optimizer, optimizer_first=optimizer_first, blocks=blocks, width=width) as (model, stepper):
         losses = train(model, stepper, 0, 3)
         before = held(model, stepper, losses)
-        save(path, model, stepper)
+        ckpt.save(path, model=model, optimizer=stepper)
         after = held(model, stepper)
         assert before.state.keys() == after.state.keys()
         for key, (_, _, values) in before.state.items():
@@ -335,7 +265,7 @@ def load_and_train(
             model(_share(paddle.ones([GLOBAL_BATCH, FEATURES])))
         if stop_in == "backward":  # and so is what is left of this gradient
             model(_share(paddle.ones([GLOBAL_BATCH, FEATURES]))).sum().backward()
-        load(path, model, stepper)
+        ckpt.load(path, model=model, optimizer=stepper)
         loaded = held(model, stepper)
         return loaded, held(model, stepper, train(model, stepper, 3, 6))
 

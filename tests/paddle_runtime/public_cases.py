@@ -64,10 +64,11 @@ def train_ours(optimizer: str, path: str) -> list[float]:
     return _train_ours(model, stepper, 3, 6)
 
 
-def load_ours(optimizer: str, path: str) -> list[float]:
-    """Load into our runtime, and three more steps."""
+def load_ours(optimizer: str, path: str, again: str) -> list[float]:
+    """Load into our runtime, save that again, and three more steps."""
     model, stepper = _ours(optimizer, 99)
     ckpt.load(path, model=model, optimizer=stepper)
+    ckpt.save(again, model=model, optimizer=stepper)
     return _train_ours(model, stepper, 3, 6)
 
 

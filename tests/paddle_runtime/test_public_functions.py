@@ -75,17 +75,21 @@ def test_3_ranks_load_what_2_saved(optimizer: str, public_saves: PublicSaves, ra
 
 
 @pytest.mark.parametrize("optimizer", MOVED)
-def test_a_run_moves_to_our_runtime(optimizer: str, public_saves: PublicSaves, ranks: Ranks) -> None:
-    path, _, uninterrupted = public_saves.get(optimizer)
-    for losses in ranks(3).run(cases.load_ours, optimizer, path):
+def test_a_run_moves_to_our_runtime(optimizer: str, tmp_path: Path, public_saves: PublicSaves, single: RankPool, ranks: Ranks) -> None:
+    path, saved, uninterrupted = public_saves.get(optimizer)
+    again = str(tmp_path / "again")
+    for losses in ranks(3).run(cases.load_ours, optimizer, path, again):
         np.testing.assert_allclose(losses, uninterrupted[0].losses, rtol=1e-4)
+    assert_same(whole([single.run(cases.load_plain, optimizer, again)[0][0]]), whole(saved))
 
 
 @pytest.mark.parametrize("optimizer", MOVED)
-def test_a_run_moves_from_our_runtime(optimizer: str, tmp_path: Path, public_saves: PublicSaves, ranks: Ranks) -> None:
+def test_a_run_moves_from_our_runtime(optimizer: str, tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
     path = str(tmp_path / "checkpoint")
     right = ranks(3).run(cases.train_ours, optimizer, path)[0]
-    for _, after, _ in ranks(2).run(cases.load_and_go_on, optimizer, path):
+    results = ranks(2).run(cases.load_and_go_on, optimizer, path)
+    assert_same(whole([loaded for loaded, _, _ in results]), whole([single.run(cases.load_plain, optimizer, path)[0][0]]))
+    for _, after, _ in results:
         np.testing.assert_allclose(after.losses, right, rtol=1e-4)
 
 
