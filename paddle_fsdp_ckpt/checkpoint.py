@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import warnings
+import zlib
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, MismatchError, RankFailedError, listing
-from .fsdp import runtime_of
+from .fsdp import named_buffers, runtime_of
 from .host_memory import bytes_of, destinations
 from .optim import describe_learning_rate, restore_learning_rate, states_restored_on_error
 from .rendezvous import open_rendezvous
@@ -98,7 +99,8 @@ def save(
     def prepare() -> JsonValue:
         saving = _prepare(path, model, optimizers, step, extra_state, rendezvous.rank)
         prepared.append(saving)
-        return [str(saving.target), saving.subjects.digest(), saving.step, overwrite, _digest(json.dumps(extra_state, sort_keys=True))]
+        extra = _digest(json.dumps(extra_state, sort_keys=True))
+        return [str(saving.target), saving.subjects.digest(), saving.step, overwrite, extra, _buffer_checksums(model)]
 
     exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
     saving = prepared[0]
@@ -247,8 +249,20 @@ def _check_step(step: Any) -> int | None:
 
 def _check_same_saving(ranks: list[JsonValue]) -> None:
     shown = ("path", "step", "overwrite")
-    for what, values in zip(("path", "model and optimizers", "step", "overwrite", "extra_state"), zip(*ranks, strict=True), strict=True):
+    whats = ("path", "model and optimizers", "step", "overwrite", "extra_state")
+    for what, values in zip(whats, zip(*(values[:-1] for values in ranks), strict=True), strict=True):
         _check_same("save", what, values, "nothing was written", shown=what in shown)
+    buffers = [values[-1] for values in ranks]
+    differing = [name for name, checksum in buffers[COORDINATOR].items() if any(other[name] != checksum for other in buffers)]
+    if differing:
+        warnings.warn(
+            f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere",
+            stacklevel=2,
+        )
+
+
+def _buffer_checksums(model: nn.Layer) -> dict[str, int]:
+    return {name: zlib.crc32(bytes_of(buffer)) for name, buffer in named_buffers(model)}
 
 
 def _check_same_loading(ranks: list[JsonValue]) -> None:

@@ -204,6 +204,7 @@ class CutByUs(Sharding):
     def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
         """Return views of the shards, and whole buffers."""
         weights: dict[str, ShardedWeight] = {}
+        self.runtime.check_unwritten()
         for shard in self.runtime.shards:
             if shard.range.numel:
                 weights.update({name: _elementwise(name, shard, shard.local) for name in shard.slot.names})

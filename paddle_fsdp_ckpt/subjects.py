@@ -11,7 +11,7 @@ import paddle
 from paddle import nn
 
 from .errors import CheckpointError, ShardingError, UnsupportedOptimizerError, listing
-from .fsdp import ShardedParameter, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
+from .fsdp import ShardedParameter, check_names, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
 from .optim import SteppedParameter
 from .shardings import Sharding, sharding_of, sharding_of_optimizers
 
@@ -117,6 +117,7 @@ def check_tensors(model: nn.Layer) -> None:
         raise CheckpointError(f"model: {type(model).__name__} is not a paddle.nn.Layer; give the model that was trained")
     if paddle_runtime_of(model) is not None:  # which has checked it
         return
+    check_names(model)
     parameters = named_parameters(model)
     runtime = runtime_of(model)
     strange = [

@@ -6,7 +6,7 @@ from .parameter import ShardedParameter
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharding import check_model, local_parameters, shard_model
 from .unit import LiveBuffer, ParameterShard, Unit, dtype_name
-from .units import named_buffers, named_parameters
+from .units import check_names, named_buffers, named_parameters
 
 __all__ = [
     "Communicator",
@@ -18,6 +18,7 @@ __all__ = [
     "ShardedParameter",
     "Unit",
     "check_model",
+    "check_names",
     "default_group",
     "dtype_name",
     "local_parameters",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import paddle
@@ -38,6 +38,15 @@ class WatchedParameters(dict[str, Any]):
         super().__setitem__(name, parameter)
 
 
+class WatchedLayers(dict[str, Any]):
+    """A layer's sub-layers by name; putting in one with parameters that are not sharded is refused, as it would train unreduced."""
+
+    def __setitem__(self, name: str, layer: nn.Layer | None) -> None:
+        if layer is not None and not all(isinstance(one, ShardedParameter) for one in layer.parameters()):
+            raise ShardingError(f"layer '{name}' can't be added or replaced after fully_shard; change the model first, then shard it")
+        super().__setitem__(name, layer)
+
+
 class ModelHooks:
     """Hooks and replaced attributes of a sharded model's layers.
 
@@ -46,7 +55,6 @@ class ModelHooks:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._undo: list[Callable[[], None]] = []
 
     def watch_model(self, model: nn.Layer) -> None:
         """Notice when the whole model's forward begins and ends."""
@@ -57,7 +65,6 @@ class ModelHooks:
 
         pre = model.register_forward_pre_hook(before)
         model._forward_pre_hooks.move_to_end(pre._hook_id, last=False)
-        self._undo.append(pre.remove)
 
     def watch_layer(self, layer: nn.Layer, units: Sequence[Unit]) -> None:
         """Make ``units`` whole during the layer's forward and backward."""
@@ -77,12 +84,12 @@ class ModelHooks:
         pre = layer.register_forward_pre_hook(before)
         # Hooks of the user, such as weight_norm's, may need the weights whole.
         layer._forward_pre_hooks.move_to_end(pre._hook_id, last=False)
-        post = layer.register_forward_post_hook(after)
-        self._undo += [pre.remove, post.remove]
+        layer.register_forward_post_hook(after)
 
     def watch_parameters(self, layer: nn.Layer) -> None:
-        """Notice when a parameter of the layer is used outside its unit's forward."""
+        """Notice when a parameter of the layer is used outside its unit's forward, and what is put into the layer."""
         layer.__dict__["_parameters"] = WatchedParameters(self._runtime, layer._parameters)
+        layer.__dict__["_sub_layers"] = WatchedLayers(layer._sub_layers)
 
     def refuse_copies(self, layer: nn.Layer) -> None:
         """Make what would copy dataless parameters out of the layer, or data into them, an error that says what to use."""

@@ -336,6 +336,17 @@ class Runtime:
             for unit in {shard.unit.index: shard.unit for shard in fresh}.values():
                 unit.changed()
 
+    def check_unwritten(self) -> None:
+        """Raise where a parameter was given memory while it was sharded, so that what was written is not in the shard.
+
+        Raises:
+            ShardingError: naming the parameter.
+        """
+        for unit in self.units:
+            if not unit.is_filled and not self._showing_local:
+                for shard in unit.shards:
+                    shard.check_parked()
+
     def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
         """Tell those who keep copies of these parameters that they have new values."""
         for observer in self.observers:

@@ -17,7 +17,7 @@ from .hooks import ModelHooks
 from .parameter import ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
 from .unit import LiveBuffer, Unit, dtype_name
-from .units import ModelPlan, NamedParameter, UnitPlan, named_buffers, named_parameters, plan_units, walk
+from .units import ModelPlan, NamedParameter, UnitPlan, check_names, named_buffers, named_parameters, plan_units, walk
 
 
 def shard_model(
@@ -136,6 +136,7 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
     parameters = named_parameters(model)
     if not parameters:
         raise ShardingError("the model has no parameters, so there is nothing to shard")
+    check_names(model)
     ours = [named.names[0] for named in parameters if isinstance(named.parameter, ShardedParameter)]
     if ours:
         raise ShardingError(f"already sharded by this package: {listing(ours)}; call fully_shard once, on the whole model")

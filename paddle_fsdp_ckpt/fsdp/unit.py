@@ -82,14 +82,22 @@ class ParameterShard:
 
     # Data.
 
-    def fill(self, whole: paddle.Tensor) -> None:
-        """Make the parameter whole: a view of the gathered buffer ``whole``."""
-        parameter = self.parameter
-        if parameter._is_initialized():
+    def check_parked(self) -> None:
+        """Raise where the parameter has memory of its own.
+
+        Raises:
+            ShardingError: somebody wrote to it.
+        """
+        if self.parameter._is_initialized():
             raise ShardingError(
                 f"{self.describe()}: it was written to while it was sharded, which would be lost; use set_value, or "
                 "`with paddle_fsdp_ckpt.local_parameters(model):`"
             )
+
+    def fill(self, whole: paddle.Tensor) -> None:
+        """Make the parameter whole: a view of the gathered buffer ``whole``."""
+        self.check_parked()
+        parameter = self.parameter
         tensor = parameter.get_tensor()
         tensor._share_data_with(whole.get_tensor()._slice(self.slot.offset, self.slot.offset + self.slot.numel))
         tensor._set_dims(list(self.slot.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +67,21 @@ def named_buffers(model: nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
         for short_name, buffer in layer._buffers.items():
             if buffer is not None and short_name not in layer._non_persistable_buffer_names_set:
                 yield join(prefix, short_name), buffer
+
+
+def check_names(model: nn.Layer) -> None:
+    """Raise where one structured name stands for several tensors, of which a checkpoint could hold only one.
+
+    Raises:
+        ShardingError: naming them.
+    """
+    seen = Counter(name for named in named_parameters(model) for name in named.names)
+    seen.update(name for name, _ in named_buffers(model))
+    twice = sorted(name for name, count in seen.items() if count > 1)
+    if twice:
+        raise ShardingError(
+            f"the model has several tensors of one name: {listing(twice)}; is there a dot in a sub-layer's name or a LayerDict's key?"
+        )
 
 
 def is_statistic(layer: nn.Layer, short_name: str) -> bool:

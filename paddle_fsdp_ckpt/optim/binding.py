@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import paddle
+from paddle.regularizer import L1Decay, L2Decay
 
 from ..errors import ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp import ParameterShard, Runtime, ShardedParameter
@@ -64,6 +66,7 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
 
     Raises:
         ShardingError: naming the parameters.
+        UnsupportedOptimizerError: two of them share a name, or one has a regularizer that can't be right on pieces.
     """
     parameters = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
     foreign = [p.name for p in parameters if not (isinstance(p, ShardedParameter) or hasattr(p, "_stays_whole") or id(p) in about_to_shard)]
@@ -73,6 +76,18 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
         raise ShardingError(
             f"{type(optimizer).__name__}: {len(foreign)} of its {len(parameters)} parameters are not in a sharded model: "
             f"{listing(foreign)}; shard their model first, and give parameters outside it an optimizer of their own"
+        )
+    twice = sorted(name for name, count in Counter(parameter.name for parameter in parameters).items() if count > 1)
+    if twice:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}: it holds several parameters of one Paddle name, so Paddle would share their states: "
+            f"{listing(twice)}; give each its own ParamAttr(name=...), or build the layers under different unique_name guards"
+        )
+    strange = [p.name for p in parameters if not isinstance(getattr(p, "regularizer", None), (type(None), L1Decay, L2Decay))]
+    if strange:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}: parameters have a regularizer that is neither L1Decay nor L2Decay, and would see pieces of them: "
+            f"{listing(strange)}"
         )
 
 
@@ -157,6 +172,9 @@ class _Binding:
     def _apply_optimize_to_local(self, loss: Any, startup_program: Any, params_grads: Any, param_group_idx: int = 0) -> Any:
         pairs = params_grads["params"] if isinstance(params_grads, dict) else params_grads
         with ExitStack() as stack:
+            # Asked now, while parameters have their whole shapes, by which such functions like to decide.
+            stack.enter_context(_answered(self._optimizer, "_apply_decay_param_fun", [parameter.name for parameter, _ in pairs]))
+            stack.enter_context(_answered(self._optimizer, "_lr_ratio", [parameter for parameter, _ in pairs]))
             stack.enter_context(self.showing_local([parameter._shard for parameter, _ in pairs]))
             if isinstance(params_grads, dict):
                 params_grads["grad_clip"] = self._sharded(params_grads.get("grad_clip"))
@@ -182,6 +200,21 @@ class _Binding:
 
     def _sharded(self, clip: Any) -> Any:
         return None if clip is None else ShardedClip(clip, self._shards)
+
+
+@contextmanager
+def _answered(optimizer: Any, attribute: str, questions: Sequence[Any]) -> Iterator[None]:
+    """Replace a function that the user gave the optimizer by its answers to these questions, inside the block."""
+    function = getattr(optimizer, attribute, None)
+    if function is None:
+        yield
+        return
+    answers = {id(question) if isinstance(question, ShardedParameter) else question: function(question) for question in questions}
+    setattr(optimizer, attribute, lambda question: answers[id(question) if isinstance(question, ShardedParameter) else question])
+    try:
+        yield
+    finally:
+        setattr(optimizer, attribute, function)
 
 
 def _refuse_state_dict(*_: Any, **__: Any) -> Any:

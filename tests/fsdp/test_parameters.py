@@ -77,7 +77,7 @@ PARAMETER_ACTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pickle": (pickle.dumps, "can't be pickled"),
     "save": (lambda p: paddle.save({"w": p}, str(this_rank().scratch / "w")), ""),
     "copy_": (lambda p: p.copy_(paddle.ones(p.shape), False), "use set_value"),
-    "clone": (lambda p: p.clone(), HOLDS_NO_MEMORY),
+    "clone": (lambda p: p.clone(), "between uses a rank has no whole value"),
     "astype": (lambda p: p.astype("float64"), HOLDS_NO_MEMORY),
     "computing": (lambda p: p * 2, HOLDS_NO_MEMORY),
     "sum": (lambda p: p.sum(), HOLDS_NO_MEMORY),
