@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -21,9 +21,6 @@ from ..layout import Layout
 from .communication import Communicator
 from .saved_weights import SAVED_WEIGHTS
 from .unit import LiveBuffer, ParameterShard, Unit
-
-if TYPE_CHECKING:
-    from .hooks import ModelHooks
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -52,7 +49,6 @@ class Runtime:
         self.gradients_pending = False
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
-        self.hooks: ModelHooks | None = None
         self.statistics: list[paddle.Tensor] = []
         self._gradient_mean = gradient_reduction == "mean"
         self._running_forwards = 0

@@ -85,7 +85,7 @@ def local_parameters(model: nn.Layer) -> Iterator[None]:
 
 def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradient_reduction: GradientReduction) -> Runtime:
     runtime = Runtime(communicator, gradient_reduction)
-    hooks = runtime.hooks = ModelHooks(runtime)
+    hooks = ModelHooks(runtime)
     live: dict[int, Unit] = {}
     index = 0
     for number, unit_plan in enumerate(plan.units):
