@@ -21,7 +21,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from .errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, MismatchError, RankFailedError, listing
 from .fsdp import named_buffers, runtime_of
 from .host_memory import bytes_of, destinations
-from .optim import describe_learning_rate, restore_learning_rate, states_restored_on_error
+from .optim import describe_learning_rate, optimizer_list, restore_learning_rate, states_restored_on_error
 from .rendezvous import open_rendezvous
 from .shardings import StateLoad, group_of
 from .state_dict import weights_to_store
@@ -92,7 +92,7 @@ def save(
     Raises:
         CheckpointError: on all ranks, where any failed; ``path`` is as it was before.
     """
-    optimizers = _as_list(optimizer)
+    optimizers = optimizer_list(optimizer)
     rendezvous, token = _open(model, optimizers)
     prepared: list[_Saving] = []
 
@@ -167,7 +167,7 @@ def load(
         RankFailedError: another rank raised one of these.
         Where the message does not say otherwise, nothing was changed on any rank.
     """
-    optimizers = _as_list(optimizer)
+    optimizers = optimizer_list(optimizer)
     rendezvous, token = _open(model, optimizers)
     plans: list[_LoadPlan] = []
     with ExitStack() as stack:
@@ -474,9 +474,3 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"path is {path!r:.100}; give the directory of a checkpoint, as a str or Path")
     return Path(os.path.abspath(text))
-
-
-def _as_list(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

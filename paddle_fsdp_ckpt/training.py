@@ -10,7 +10,7 @@ from paddle import nn
 
 from .errors import ShardingError
 from .fsdp import GradientReduction, shard_model
-from .optim import bind_optimizer, check_optimizer, parameter_groups
+from .optim import bind_optimizer, check_optimizer, optimizer_list, parameter_groups
 
 _BIND_LATER: Any = object()
 
@@ -49,7 +49,7 @@ def fully_shard(
         UnsupportedOptimizerError: the optimizer can't step a sharded model.
         RankFailedError: another rank raised one of these. Nothing was changed on any rank.
     """
-    optimizers = _as_list(optimizer)
+    optimizers = optimizer_list(None if optimizer is _BIND_LATER else optimizer)
 
     def check(about_to_shard: Collection[int]) -> list[str]:
         for one in optimizers:
@@ -63,9 +63,3 @@ def fully_shard(
     for one in optimizers:
         bind_optimizer(one)
     return model
-
-
-def _as_list(optimizer: Any) -> list[Any]:
-    if optimizer is _BIND_LATER or optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

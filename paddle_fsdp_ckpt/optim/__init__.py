@@ -1,6 +1,6 @@
 """Optimizers on sharded models: what they keep, and how they step."""
 
-from .binding import bind_optimizer, binding_of, check_optimizer, optimizer_shards, parameter_groups
+from .binding import bind_optimizer, binding_of, check_optimizer, optimizer_list, optimizer_shards, parameter_groups
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of
 from .fused import split_weight_decay
 from .registry import (
@@ -32,6 +32,7 @@ __all__ = [
     "drop_states",
     "entry_of",
     "init_optimizer_state",
+    "optimizer_list",
     "optimizer_shards",
     "optimizer_states",
     "parameter_groups",

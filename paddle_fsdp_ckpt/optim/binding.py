@@ -42,6 +42,13 @@ def binding_of(optimizer: Any) -> _Binding | None:
     return binding if isinstance(binding, _Binding) else None
 
 
+def optimizer_list(optimizer: Any) -> list[Any]:
+    """Return the optimizers that an ``optimizer`` argument stands for: None for none, one, or a list or tuple of them."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
 def parameter_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the optimizer's param groups; one group with all parameters where it was made without groups."""
     groups = optimizer._param_groups if optimizer._param_groups is not None else []
