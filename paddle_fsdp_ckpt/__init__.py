@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import LoadReport, load, save
     from .errors import (
         CheckpointError,
         CorruptCheckpointError,
@@ -26,8 +25,10 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
     )
     from .fsdp import local_parameters
+    from .loading import LoadReport, load
     from .optim import bind_optimizer, split_weight_decay
     from .requirements import PaddleRequiredError
+    from .saving import save
     from .state_dict import init_optimizer_state, optimizer_sharded_state_dict, sharded_state_dict
     from .training import fully_shard
 
@@ -61,7 +62,7 @@ _MODULES = {
     "CheckpointError": "errors",
     "CorruptCheckpointError": "errors",
     "IncompleteCheckpointError": "errors",
-    "LoadReport": "checkpoint",
+    "LoadReport": "loading",
     "MismatchError": "errors",
     "TargetExistsError": "errors",
     "NewerFormatError": "errors",
@@ -74,16 +75,16 @@ _MODULES = {
     "bind_optimizer": "optim",
     "fully_shard": "training",
     "init_optimizer_state": "state_dict",
-    "load": "checkpoint",
+    "load": "loading",
     "local_parameters": "fsdp",
     "optimizer_sharded_state_dict": "state_dict",
-    "save": "checkpoint",
+    "save": "saving",
     "sharded_state_dict": "state_dict",
     "split_weight_decay": "optim",
 }
 """Where each public name lives."""
 
-_NEED_PADDLE = {"checkpoint", "fsdp", "optim", "state_dict", "training"}
+_NEED_PADDLE = {"fsdp", "loading", "optim", "saving", "state_dict", "training"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,12 +22,13 @@ FACE = "__init__"
 _NOUNS = ("errors", "layout", "pieces")
 _RUNTIME = (*_NOUNS, "fsdp", "optim")
 _OFFLINE = (*_NOUNS, "storage")
+_CHECKPOINT = (*_RUNTIME, "shardings", "state_dict", "subjects", "storage", "host_memory", "meeting", "saved_run")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "version": (),
     "errors": (),
     "requirements": ("errors",),
-    FACE: ("checkpoint", "errors", "fsdp", "gather", "manager", "optim", "requirements", "state_dict", "training"),
+    FACE: ("errors", "fsdp", "gather", "loading", "manager", "optim", "requirements", "saving", "state_dict", "training"),
     "layout": ("errors",),
     "pieces": ("errors", "layout"),
     "fsdp": _NOUNS,
@@ -40,8 +41,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "storage": _NOUNS,
     "host_memory": ("errors",),
     "rendezvous": ("errors", "storage"),
-    "checkpoint": (*_RUNTIME, "shardings", "state_dict", "subjects", "gather", "storage", "host_memory", "rendezvous"),
-    "manager": (*_RUNTIME, "state_dict", "gather", "storage", "host_memory", "rendezvous", "checkpoint"),
+    "meeting": ("errors", "shardings", "storage", "rendezvous"),
+    "saved_run": ("errors", "optim", "storage", "subjects"),
+    "saving": _CHECKPOINT,
+    "loading": _CHECKPOINT,
+    "manager": (*_CHECKPOINT, "saving", "loading"),
     "export": _OFFLINE,
     "cli": (*_OFFLINE, "export"),
     "integrations": (FACE,),
@@ -146,7 +150,7 @@ def test_file_imports_only_what_its_room_may(file: str) -> None:
         ("storage/reader.py", "if True:\n    from paddle.distributed import get_rank", {"paddle"}),
         ("storage/reader.py", "from ..fsdp.unit import Unit", {"fsdp"}),
         ("demo/worker.py", "from paddle_fsdp_ckpt import fully_shard", set()),
-        ("demo/worker.py", "from ..checkpoint import save", {"checkpoint"}),
+        ("demo/worker.py", "from ..saving import save", {"saving"}),
     ],
 )
 def test_wrong_imports_are_found(file: str, source: str, wrong: set[str]) -> None:

@@ -42,7 +42,7 @@ def write_paddle_metadata(directory: Path, index: CheckpointIndex) -> None:
             tensor = LocalTensorMetadata(box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, flat is not None, flat)
             where = LocalTensorIndex(key, box.global_offset, flat is not None, flat, local_shape=box.local_shape)
             if where not in metadata.storage_metadata:
-                metadata.storage_metadata[where] = index.manifest.files[file].name
+                metadata.storage_metadata[where] = index.files[file].name
                 tensors.append(tensor)
         metadata.state_dict_metadata[key] = tensors
         metadata.flat_mapping[key] = (key,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, KeysView
@@ -20,7 +21,7 @@ from .header import LENGTH_NBYTES, Box, decode_header, header_nbytes
 _MAX_MANIFEST_NBYTES = 1 << 30
 
 Stored: TypeAlias = "tuple[int, Box, int, int, int]"
-"""A stored piece of a known key, without the key: number of its file in the manifest, box, first and past-the-last element of
+"""A stored piece of a known key, without the key: position of its file in the index, box, first and past-the-last element of
 the box, first byte in the file."""
 
 
@@ -38,21 +39,28 @@ class CheckpointIndex:
 
     Attributes:
         path: the checkpoint directory.
-        manifest: what it says about itself.
+        files: those that hold values.
         dtypes: key -> Paddle's dtype name.
         stored: key -> its pieces in light form, in the order of the files; at least one. :meth:`pieces` is the readable form.
+        manifest: what it says about itself; None for a directory that stock Paddle wrote.
     """
 
     path: Path
-    manifest: Manifest
+    files: tuple[FileRecord, ...]
     dtypes: dict[str, str] = field(repr=False)
     stored: dict[str, list[Stored]] = field(repr=False)
+    manifest: Manifest | None = None
 
     def __len__(self) -> int:
         return len(self.stored)
 
     def __contains__(self, key: str) -> bool:
         return key in self.stored
+
+    def digest(self) -> str:
+        """Return a digest that two ranks have alike only where they see the same checkpoint."""
+        described = repr([(one.name, one.size) for one in self.files]) if self.manifest is None else self.manifest.to_json()
+        return hashlib.sha256(described.encode()).hexdigest()
 
     def keys(self) -> KeysView[str]:
         """The keys, in the order in which the files have them."""
@@ -65,7 +73,7 @@ class CheckpointIndex:
     def pieces(self, key: str) -> Iterator[StoredPiece]:
         """Yield the stored pieces of ``key``; a flat range over all of its box is given as the box."""
         for stored in self.stored[key]:
-            yield StoredPiece(self.piece(key, stored), self.manifest.files[stored[0]].name, stored[4])
+            yield StoredPiece(self.piece(key, stored), self.files[stored[0]].name, stored[4])
 
     def piece(self, key: str, stored: Stored) -> Piece:
         """Return the readable form of one of the pieces in ``stored[key]``."""
@@ -150,7 +158,7 @@ def read_headers(path: Path, manifest: Manifest) -> CheckpointIndex:
                 f"{_where(path, record)} holds {count} pieces, and the manifest says {record.pieces}; the files are not of one save. "
                 "Load another checkpoint"
             )
-    return CheckpointIndex(path, manifest, dtypes, stored)
+    return CheckpointIndex(path, manifest.files, dtypes, stored, manifest)
 
 
 def open_inside(directory: Path, name: str) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class Read(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """The same values of a key, stored twice; files are positions in the manifest, offsets and lengths bytes."""
+    """The same values of a key, stored twice; files are positions in the index, offsets and lengths bytes."""
 
     key: str
     file: int
@@ -110,7 +110,7 @@ class ReadPlan:
         index: of the checkpoint.
         targets: what the rank wants.
         problems: why the plan would not give the targets all their values. Targets that have one aren't read, or not wholly.
-        reads: position of a file in the manifest -> what is read from it. No two reads meet in a target.
+        reads: position of a file in the index -> what is read from it. No two reads meet in a target.
         duplicates: values that this rank reads and that are stored a second time.
     """
 

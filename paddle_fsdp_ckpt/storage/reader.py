@@ -48,7 +48,7 @@ def check_duplicates(plan: ReadPlan) -> None:
             _read_file(plan.index, file, wanted, "nothing was changed")
         for duplicate, (one, other) in zip(batch, pairs, strict=True):
             if one != other:
-                files = plan.index.manifest.files
+                files = plan.index.files
                 raise CorruptCheckpointError(
                     f"'{plan.index.path}', key '{duplicate.key}': {files[duplicate.file].name} and {files[duplicate.other_file].name} hold "
                     "different values for the same elements; nothing was changed. Either a file is damaged, or ranks saved different "
@@ -110,7 +110,7 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
 
 def _read_file(index: CheckpointIndex, file: int, ranges: list[_Range], consequence: str) -> None:
     """Read ranges of one file into their buffers; neighbours, or nearly so, by one system call."""
-    descriptor = open_rank_file(index.path, index.manifest.files[file])
+    descriptor = open_rank_file(index.path, index.files[file])
     try:
         group: list[_Range] = []
         end = 0
@@ -136,6 +136,6 @@ def _read_group(descriptor: int, index: CheckpointIndex, file: int, group: Seque
     for wanted in group:
         if wanted.offset + len(wanted.buffer) > end:
             raise CorruptCheckpointError(
-                f"'{index.path / index.manifest.files[file].name}' ends at byte {end}, within key '{wanted.key}', since it was cut while "
+                f"'{index.path / index.files[file].name}' ends at byte {end}, within key '{wanted.key}', since it was cut while "
                 f"it was read; {consequence}"
             )

@@ -15,7 +15,7 @@ from paddle import nn
 from strict_cases import Refusal, attempt, backward, copied, make, snapshot
 
 import paddle_fsdp_ckpt as ckpt
-from paddle_fsdp_ckpt import checkpoint
+from paddle_fsdp_ckpt import loading
 from paddle_fsdp_ckpt.storage import buffers
 
 
@@ -167,16 +167,16 @@ def one_rank_fails_to_save(path: str, rank: int, where: str, overwrite: bool) ->
 def one_rank_fails_to_read(path: str, rank: int) -> tuple[str, str]:
     """One rank can't read; then all load right."""
     made, stepper = make("base", seed=5)
-    kept = checkpoint.execute_read
+    kept = loading.execute_read
     if this_rank().rank == rank:
-        checkpoint.execute_read = _failing
+        loading.execute_read = _failing
     try:
         ckpt.load(path, model=made, optimizer=stepper, timeout_seconds=20)
         raise AssertionError("nothing was raised")
     except ckpt.CheckpointError as error:
         result = type(error).__name__, str(error)
     finally:
-        checkpoint.execute_read = kept
+        loading.execute_read = kept
     ckpt.load(path, model=made, optimizer=stepper)
     train(made, stepper, 3, 4)
     return result

@@ -26,7 +26,7 @@ def test_sizes_of_files(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
         for key in index.stored
         for stored in index.pieces(key)
     ]
-    for record in index.manifest.files:
+    for record in index.files:
         nbytes = sum(size for name, size in pieces if name == record.name)
         assert nbytes <= (path / record.name).stat().st_size <= nbytes + 1000 + 250 * record.pieces
     assert sum(size for _, size in pieces) == 4 * (1000 * 3 + 300 * 301)

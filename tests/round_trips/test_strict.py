@@ -25,7 +25,7 @@ def rewrite(source: Path, target: Path, edit: Callable[[Held], list[Held]]) -> s
     """Write a checkpoint again with each of its pieces replaced by those that ``edit`` returns."""
     index = read_index(source)
     target.mkdir()
-    files: dict[str, list[Held]] = {record.name: [] for record in index.manifest.files}
+    files: dict[str, list[Held]] = {record.name: [] for record in index.files}
     for key in index.stored:
         for piece, file, offset in index.pieces(key):
             nbytes = piece.numel * np.dtype(piece.dtype).itemsize

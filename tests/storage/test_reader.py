@@ -193,7 +193,7 @@ def test_a_file_cut_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytes
     real = os.preadv
 
     def truncate_first(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        os.truncate(path / "0_0.safetensors", index.manifest.files[0].size - 96 + 17 * shift)
+        os.truncate(path / "0_0.safetensors", index.files[0].size - 96 + 17 * shift)
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", truncate_first)
