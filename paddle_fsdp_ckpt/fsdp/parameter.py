@@ -59,6 +59,22 @@ class ShardedParameter(EagerParamBase):
         self._shard.unit.runtime.check_stepping(self._shard)
         return self._shard.gradient()
 
+    @property
+    def regularizer(self) -> Any:
+        """What ``ParamAttr(regularizer=...)`` said, or None.
+
+        Raises:
+            UnboundOptimizerError: read by an optimizer's ``minimize`` or ``apply_gradients`` that found a mark instead of the gradient.
+        """
+        reader = sys._getframe(1)
+        if reader.f_code.co_name == "_create_regularization_of_grad":
+            self._shard.check_gradient(reader.f_locals.get("grad"))
+        return self.__dict__.get("regularizer")
+
+    @regularizer.setter
+    def regularizer(self, value: Any) -> None:
+        self.__dict__["regularizer"] = value
+
     def clear_gradient(self, set_to_zero: bool = True) -> None:
         """Set the gradient to zero, or drop it, as Paddle's own method does."""
         self._shard.clear_gradient(set_to_zero)

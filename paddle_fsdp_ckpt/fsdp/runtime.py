@@ -54,6 +54,7 @@ class Runtime:
         self._running_forwards = 0
         self._optimizers_stepping = 0
         self._journal = 0
+        self._gradient_marks: dict[int, paddle.Tensor] = {}
         self._failure: CheckpointError | None = None
         self._showing_local: set[int] = set()
 
@@ -106,9 +107,16 @@ class Runtime:
         self.check_bound()
         if not self._optimizers_stepping and shard.index not in self._showing_local:
             raise UnboundOptimizerError(
-                f"{shard.describe()}: an optimizer (or GradScaler, which is not supported) reads its gradient and is not bound to the "
-                "model; call bind_optimizer(opt), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+                f"{shard.describe()}: an optimizer or a GradScaler reads its gradient and is not bound; call bind_optimizer(opt) or "
+                "bind_grad_scaler(scaler), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
+
+    def gradient_mark(self, numel: int) -> paddle.Tensor:
+        """Return a tensor of this many elements that stands for a gradient which was taken; see :class:`~.unit.ParameterShard`."""
+        mark = self._gradient_marks.get(numel)
+        if mark is None:
+            mark = self._gradient_marks[numel] = paddle.zeros([numel])
+        return mark
 
     def add_observer(self, observer: WeightsObserver) -> None:
         """Bind an optimizer."""

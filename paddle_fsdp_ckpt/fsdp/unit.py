@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 from paddle.base import core
 
-from ..errors import ShardingError
+from ..errors import ShardingError, UnboundOptimizerError
 from ..layout import FlatBuffer, Range, Slot
 from .communication import Communicator
 from .parameter import ShardedParameter
@@ -148,17 +148,45 @@ class ParameterShard:
         """Move the whole gradient that Paddle's backward just left on the parameter into the buffer's whole gradient."""
         parameter = self.parameter
         gradient = _Tensor._grad_ivar(parameter)
-        if gradient is None:
+        if gradient is None or self._is_mark(gradient):
             return
+        self.unit.runtime.gradients_pending = True
         if gradient.is_selected_rows():
+            _Tensor.clear_gradient(parameter, False)
             self.unit.runtime.fail(
                 ShardingError(f"{self.describe()}: sparse gradients are not supported; build the embedding with sparse=False")
             )
-        else:
-            self.buffer.add_gradient(self.slot, gradient)
-            self.got_gradient = True
-        _Tensor.clear_gradient(parameter, False)
-        self.unit.runtime.gradients_pending = True
+            return
+        self.buffer.add_gradient(self.slot, gradient)
+        self.got_gradient = True
+        self._leave_mark(gradient)
+
+    def _leave_mark(self, gradient: paddle.Tensor) -> None:
+        """Make a mark of the tensor that Paddle keeps as the parameter's gradient; its memory is freed."""
+        # Paddle's minimize reads gradients past the parameter's Python face. With none there, that of an unbound optimizer would do nothing,
+        # in silence.
+        gradient.get_tensor()._share_data_with(self.unit.runtime.gradient_mark(self._mark_numel).get_tensor())
+        _Tensor.clear_gradient(self.parameter, True)  # to zero; so the next backward replaces it, and does not add to it
+
+    @property
+    def _mark_numel(self) -> int:
+        # A number that no gradient of this parameter has, whole or in pieces.
+        return next(numel for numel in (1, 2, 3) if numel not in (self.slot.numel, self.range.numel))
+
+    def _is_mark(self, gradient: paddle.Tensor) -> bool:
+        return not gradient.is_selected_rows() and int(gradient.size) == self._mark_numel
+
+    def check_gradient(self, gradient: paddle.Tensor | None) -> None:
+        """Raise where what an optimizer is about to use is not this parameter's gradient, but the mark in its place.
+
+        Raises:
+            UnboundOptimizerError: saying what to call instead.
+        """
+        if gradient is not None and self._is_mark(gradient):
+            raise UnboundOptimizerError(
+                f"{self.describe()}: minimize, or apply_gradients, of an optimizer that is not bound to the model can't see its gradient; "
+                "call bind_optimizer(opt), or opt.step() inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+            )
 
     def gradient(self) -> paddle.Tensor | None:
         """Return this rank's piece of the gradient, 1-D, reduced over the ranks; None without one or without a piece."""

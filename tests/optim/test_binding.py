@@ -115,6 +115,42 @@ def step_unbound_beside_a_bound_one(kind: str) -> None:
     assert not same(before, weights(model))
 
 
+def minimize_unbound_beside_a_bound_one(kind: str, accumulate: int) -> None:
+    model = net()
+    bound = adamw(model)
+    fully_shard(model, optimizer=bound)
+    makers = {
+        "sgd": lambda: paddle.optimizer.SGD(0.1, parameters=model.parameters()),
+        "adamw": lambda: adamw(model),
+        "clip": lambda: adamw(model, grad_clip=nn.ClipGradByGlobalNorm(1.0)),
+        "decay": lambda: paddle.optimizer.Momentum(0.1, parameters=model.parameters(), weight_decay=0.1),
+    }
+    other = makers[kind]()
+    for _ in range(accumulate):
+        loss = loss_of(model)
+        loss.backward()
+    before = weights(model)
+    with pytest.raises(errors.UnboundOptimizerError, match="bind_optimizer"):
+        other.minimize(loss)
+    with pytest.raises(errors.UnboundOptimizerError, match="bind_optimizer"):
+        other.apply_gradients(other.backward(loss))
+    assert same(before, weights(model))
+    bound.minimize(loss)
+    assert not same(before, weights(model))
+
+
+def minimize_unbound_inside_local_parameters() -> None:
+    model = net()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    fully_shard(model, optimizer=None)
+    before = weights(model)
+    loss = loss_of(model)
+    loss.backward()
+    with local_parameters(model), pytest.raises(errors.UnboundOptimizerError, match="local_parameters"):
+        optimizer.minimize(loss)
+    assert same(before, weights(model))
+
+
 def step_unbound_inside_local_parameters() -> None:
     model = net()
     optimizer = adamw(model)
@@ -159,6 +195,16 @@ def test_step_of_an_unbound_optimizer_is_an_error(ranks: Ranks, world_size: int)
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "clip", "groups", "by hand"])
 def test_step_of_an_unbound_optimizer_beside_a_bound_one_is_an_error(ranks: Ranks, kind: str) -> None:
     ranks(2).run(step_unbound_beside_a_bound_one, kind)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "clip", "decay"])
+def test_minimize_of_an_unbound_optimizer_beside_a_bound_one_is_an_error(ranks: Ranks, kind: str, accumulate: int) -> None:
+    ranks(2).run(minimize_unbound_beside_a_bound_one, kind, accumulate)
+
+
+def test_minimize_of_an_unbound_optimizer_inside_local_parameters_is_an_error(ranks: Ranks) -> None:
+    ranks(2).run(minimize_unbound_inside_local_parameters)
 
 
 def test_step_of_an_unbound_optimizer_inside_local_parameters(ranks: Ranks) -> None:
