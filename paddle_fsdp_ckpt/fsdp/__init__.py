@@ -1,11 +1,14 @@
 """Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable; and a reader of Paddle's own."""
 
 from .communication import Communicator, default_group
+from .live_buffer import LiveBuffer
 from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_runtime_of
 from .parameter import ShardedParameter
+from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharding import check_model, local_parameters, shard_model
-from .unit import LiveBuffer, ParameterShard, Unit, dtype_name
+from .tensors import dtype_name
+from .unit import Unit
 from .units import check_names, named_buffers, named_parameters
 
 __all__ = [

@@ -11,7 +11,8 @@ from paddle.base.framework import EagerParamBase
 
 from ..errors import ShardingError
 from .parameter import ShardedParameter
-from .runtime import Runtime, tensors_in
+from .runtime import Runtime
+from .tensors import tensors_in
 from .unit import Unit
 
 

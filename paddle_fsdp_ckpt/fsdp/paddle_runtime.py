@@ -1,7 +1,6 @@
 """Read a model that Paddle's own ``paddle.distributed.fsdp.fully_shard`` cut: its flat buffers as our layout, and this rank's live views.
 
-Paddle 3.3's auto-parallel runtime, ``paddle.distributed.auto_parallel.fully_shard_fusion``. It registers one context in the process;
-everything here is read from that context anew at each call, and nothing of it is kept.
+Everything here is read from Paddle's context anew at each call, and nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -12,37 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import paddle
-import paddle.distributed as dist
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import ShardingError, listing
 from ..layout import ITEM_SIZES, FlatBuffer, Layout, Range, Slot, stock_loads_exactly
-from .unit import dtype_name
+from .paddle_contexts import PaddleContext, check_not_cut_before, registered_context
+from .tensors import dtype_name
 from .units import named_buffers, named_parameters
-
-_WRITTEN_FOR = "3.3.1"
-_CONTEXT_ATTRIBUTES = (
-    "model",
-    "mesh",
-    "comm_sync_and_reset_status",
-    "buffer_manager.buffer_groups",
-    "buffer_manager._fsdp_group",
-    "comm_manager.buffer_cnt_in_using",
-)
-_GROUP_ATTRIBUTES = (
-    "params",
-    "params_use_cnt",
-    "grads_use_cnt",
-    "grads_buffer",
-    "params_buffer.data_buffer",
-    "params_buffer.param_offsets",
-    "params_buffer.total_buffer_size",
-    "params_buffer.fsdp_degree",
-    "params_buffer.status",
-    "params_buffer.comm_task",
-    "params_buffer.clear_tmp_buffer",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +30,14 @@ class PaddleBuffer:
         live: ``data_buffer``, this rank's 1-D shard; the tensor that optimizers step.
         parameters: Paddle's parameters, one a slot.
         trainable: whether optimizers step it.
+        no_decay: whether its parameters were marked ``no_weight_decay``, of which only the development version takes notice.
     """
 
     layout: FlatBuffer
     live: paddle.Tensor
     parameters: tuple[Any, ...]
     trainable: bool
+    no_decay: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +48,7 @@ class PaddleShard:
         buffer: the fused buffer.
         slot: its place there.
         range: this rank's part, counted from the parameter's own first element; ``Range(0, 0)`` where there is none.
-        parameter: Paddle's parameter, a DTensor that has data only while it is gathered.
+        parameter: Paddle's parameter, which has data only while it is gathered.
         rank: this rank's position.
     """
 
@@ -100,7 +78,7 @@ class PaddleRuntime:
     """A model as Paddle's own runtime cut it.
 
     Attributes:
-        context: Paddle's ``FullyShardFusion``.
+        context: where it is registered.
         model: the model.
         layout: all fused buffers.
         buffers: the live ones, in the layout's order.
@@ -109,7 +87,7 @@ class PaddleRuntime:
         shards: all parameters.
     """
 
-    context: Any
+    context: PaddleContext
     model: nn.Layer
     layout: Layout
     buffers: tuple[PaddleBuffer, ...]
@@ -135,21 +113,8 @@ class PaddleRuntime:
 
         Paddle keeps gathered buffers for the next use, also across steps; after a load they are out of date.
         """
-        manager = self.context.comm_manager
-        # Paddle's own leaves buffers alone that are being prefetched, and counts of layers that a forward did not use.
-        self.context.comm_sync_and_reset_status()
-        for group in self.context.buffer_manager.buffer_groups:
-            gathered = group.params_buffer
-            if gathered.comm_task is not None:
-                gathered.comm_task.wait()
-                gathered.comm_task = None
-            gathered.clear_tmp_buffer()
-            gathered.status = type(gathered.status).FREED
-            group.params_use_cnt = group.grads_use_cnt = 0
-            if group.grads_buffer is not None:
-                group.grads_buffer.clear_tmp_buffer()
-                group.grads_buffer.data_buffer.zero_()
-        manager.buffer_cnt_in_using = 0
+        self.context.drop_gradients()
+        self.context.let_go_of_weights()
 
 
 def paddle_runtime() -> PaddleRuntime | None:
@@ -158,7 +123,7 @@ def paddle_runtime() -> PaddleRuntime | None:
     Raises:
         ShardingError: this Paddle's runtime lacks something that is relied on, or the model is cut in a way that can't be read.
     """
-    context = _registered()
+    context = registered_context()
     return None if context is None else _read(context)
 
 
@@ -166,18 +131,21 @@ def paddle_runtime_of(model: nn.Layer) -> PaddleRuntime | None:
     """Return the runtime of a model that Paddle's own ``fully_shard`` cut, or None for any other model.
 
     Raises:
-        ShardingError: as :func:`paddle_runtime`.
+        ShardingError: as :func:`paddle_runtime`; or it was cut, and Paddle knows another model now, or none.
     """
-    context = _registered()
-    return _read(context) if context is not None and getattr(context, "model", None) is model else None
+    context = registered_context()
+    if context is not None and getattr(context.raw, "model", None) is model:
+        return _read(context)
+    check_not_cut_before(f"this {type(model).__name__}", model.parameters())
+    return None
 
 
 def paddle_group(model: object = None) -> Any:
     """Return the group over which Paddle's own ``fully_shard`` cut a model, by default any; None where it didn't. It raises nothing."""
-    context = _registered()
-    if context is None or model not in (None, getattr(context, "model", None)):
+    context = registered_context()
+    if context is None or model not in (None, getattr(context.raw, "model", None)):
         return None
-    return getattr(getattr(context, "buffer_manager", None), "_fsdp_group", None)
+    return getattr(getattr(context.raw, "buffer_manager", None), "_fsdp_group", None)
 
 
 def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
@@ -211,25 +179,11 @@ def replicated_weight(key: str, tensor: paddle.Tensor) -> ShardedWeight:
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
 
 
-def _registered() -> Any:
-    try:
-        from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
-    except ImportError:  # another version, which registers elsewhere
-        return None
-    return get_fsdp_context()
-
-
-def _read(context: Any) -> PaddleRuntime:
-    _check_attributes(context)
-    model, group = context.model, context.buffer_manager._fsdp_group
-    if list(context.mesh.shape) != [group.nranks]:
-        raise ShardingError(
-            f"Paddle's fully_shard was given a mesh of shape {list(context.mesh.shape)}, and cuts wrongly over one of several dimensions; "
-            'give it dist.ProcessMesh(ranks, dim_names=["dp"])'
-        )
-    rank = context.mesh.process_ids.index(dist.get_rank())
+def _read(context: PaddleContext) -> PaddleRuntime:
+    context.check()
+    model, group, rank = context.raw.model, context.group, context.rank
     names = {id(named.parameter): tuple(sorted(named.names)) for named in named_parameters(model)}
-    buffers = tuple(_buffer(one, names, group.nranks) for one in context.buffer_manager.buffer_groups)
+    buffers = tuple(_buffer(one, names, group.nranks, context.written_for) for one in context.buffer_groups)
     _check_complete(model, buffers, names)
     shards = tuple(_shards(buffers, rank))
     layout = Layout(tuple(buffer.layout for buffer in buffers), group.nranks)
@@ -242,7 +196,7 @@ def _shards(buffers: Sequence[PaddleBuffer], rank: int) -> Iterator[PaddleShard]
             yield PaddleShard(buffer, slot, buffer.layout.local_range(slot, rank), parameter, rank)
 
 
-def _buffer(group: Any, names: dict[int, tuple[str, ...]], world_size: int) -> PaddleBuffer:
+def _buffer(group: Any, names: dict[int, tuple[str, ...]], world_size: int, written_for: str) -> PaddleBuffer:
     fused = group.params_buffer
     live = fused.data_buffer
     unnamed = [parameter.name for parameter in group.params if id(parameter) not in names]
@@ -266,11 +220,13 @@ def _buffer(group: Any, names: dict[int, tuple[str, ...]], world_size: int) -> P
         problems.append(f"its dtype is {dtype}")
     if problems:
         raise ShardingError(
-            f"Paddle's fused buffer '{live.name}' is not cut as in Paddle {_WRITTEN_FOR}, and {paddle.__version__} is installed: "
-            f"{listing(problems)}; use Paddle {_WRITTEN_FOR}, or paddle_fsdp_ckpt.fully_shard"
+            f"Paddle's fused buffer '{live.name}' is not cut as in Paddle {written_for}, and {paddle.__version__} is installed: "
+            f"{listing(problems)}; use Paddle {written_for}, or paddle_fsdp_ckpt.fully_shard"
         )
     layout = FlatBuffer(live.name, dtype, slots, shard_numel, world_size)
-    return PaddleBuffer(layout, live, tuple(parameter for _, parameter in placed), not live.stop_gradient)
+    return PaddleBuffer(
+        layout, live, tuple(parameter for _, parameter in placed), not live.stop_gradient, bool(getattr(group, "no_decay", False))
+    )
 
 
 def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dict[int, tuple[str, ...]]) -> None:
@@ -284,26 +240,6 @@ def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dic
     replaced = [name for name, tensor in named_buffers(model) if tensor.is_dist()]
     if replaced:
         raise ShardingError(f"buffers distributed by Paddle: {listing(replaced)}; keep buffers whole on every rank")
-
-
-def _check_attributes(context: Any) -> None:
-    missing = [name for name in _CONTEXT_ATTRIBUTES if not _has(context, name)]
-    if not missing:
-        for group in context.buffer_manager.buffer_groups:
-            missing += [f"buffer_groups[...].{name}" for name in _GROUP_ATTRIBUTES if not _has(group, name)]
-    if missing:
-        raise ShardingError(
-            f"Paddle's fully_shard in version {paddle.__version__} is not the one of {_WRITTEN_FOR} that this was written for: its "
-            f"{type(context).__name__} lacks {listing(dict.fromkeys(missing))}; use Paddle {_WRITTEN_FOR}, or paddle_fsdp_ckpt.fully_shard"
-        )
-
-
-def _has(value: Any, dotted: str) -> bool:
-    for name in dotted.split("."):
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
-    return True
 
 
 def _warn_of_cuts(runtime: PaddleRuntime, stacklevel: int) -> None:

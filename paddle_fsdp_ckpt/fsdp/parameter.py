@@ -13,7 +13,7 @@ from paddle.base.framework import EagerParamBase
 from ..errors import ShardingError
 
 if TYPE_CHECKING:
-    from .unit import ParameterShard
+    from .parameter_shard import ParameterShard
 
 _Tensor = core.eager.Tensor
 

@@ -6,10 +6,10 @@ reaches a layer's outputs, an optimizer steps. A journal of the order is compare
 
 from __future__ import annotations
 
-import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -19,8 +19,11 @@ from paddle import nn
 from ..errors import CheckpointError, ShardingError, UnboundOptimizerError
 from ..layout import Layout
 from .communication import Communicator
+from .live_buffer import LiveBuffer
+from .parameter_shard import ParameterShard
+from .recomputation import running_backwards
 from .saved_weights import SAVED_WEIGHTS
-from .unit import LiveBuffer, ParameterShard, Unit
+from .unit import Unit
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -131,7 +134,7 @@ class Runtime:
         self.raise_failure()
         if self._showing_local:
             raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
-        if self._running_forwards == 0 and not _running_backwards():
+        if self._running_forwards == 0 and not running_backwards():
             # What is still gathered may be older than the shards: others, such as stock load_state_dict, write to those too.
             for unit in self.units:
                 if unit.is_gathered:
@@ -150,7 +153,7 @@ class Runtime:
         for shard in outputs:
             self._hold(shard.unit)
         # In recompute's backward the forward around this one may have no layer that we watch.
-        if self._running_forwards == 0 and not _running_backwards():
+        if self._running_forwards == 0 and not running_backwards():
             self._end_outermost_forward()
 
     def forget_aborted_forward(self) -> None:
@@ -215,14 +218,14 @@ class Runtime:
         if self._showing_local or (unit.uses and unit.is_filled):
             return
         # A backward here is recompute's, which runs a piece of a forward again.
-        if self._running_forwards or _running_backwards():
+        if self._running_forwards or running_backwards():
             SAVED_WEIGHTS.enter(self)
             self._hold(unit)
             self._make_whole(unit)
 
     def _hold(self, unit: Unit) -> None:
         """Keep the unit whole until the outermost forward, or the recomputation, ends."""
-        backwards = _running_backwards()
+        backwards = running_backwards()
         if backwards:
             unit.held_by = backwards[0]
         else:
@@ -231,7 +234,7 @@ class Runtime:
     def _make_whole(self, unit: Unit, fill: bool = True) -> None:
         if not unit.is_gathered:
             others = [other for other in self.units if other is not unit and other.is_gathered and not (other.uses or other.held)]
-            backwards = _running_backwards() if any(other.held_by for other in others) else []
+            backwards = running_backwards() if any(other.held_by for other in others) else []
             for other in others:
                 if not any(other.held_by is one for one in backwards):
                     other.held_by = None
@@ -261,14 +264,20 @@ class Runtime:
         finally:
             _each(self.units, Unit.release)
 
-    def begin_step(self) -> None:
+    def begin_step(self, settings: object = None) -> None:
         """Get ready for an optimizer: reduce what is pending, and let go of whole weights, which are about to be out of date.
 
         A collective operation, also where no gradient is pending here.
+
+        Args:
+            settings: of the optimizer, such as its learning rate; what must be the same on every rank.
+
+        Raises:
+            ShardingError: the ranks differ in it, in which parameters are frozen, or in the order in which they used units.
         """
         self.check_bound()
         self.release_all()
-        self._reduce_gradients()
+        self._reduce_gradients(settings)
         self._average_statistics()
 
     def _average_statistics(self) -> None:
@@ -287,9 +296,9 @@ class Runtime:
                 paddle.assign(part.reshape(tensor.shape).astype(tensor.dtype), tensor)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A bound optimizer steps inside the block."""
-        self.begin_step()
+    def stepping(self, settings: object) -> Iterator[None]:
+        """A bound optimizer steps inside the block; for ``settings`` see :meth:`begin_step`."""
+        self.begin_step(settings)
         self._optimizers_stepping += 1
         try:
             yield
@@ -301,16 +310,17 @@ class Runtime:
         if self.gradients_pending:
             self._reduce_gradients()
 
-    def _reduce_gradients(self) -> None:
+    def _reduce_gradients(self, settings: object = None) -> None:
         shards, buffers = self.shards, self.buffers
         flags = [shard.got_gradient for shard in shards]
         flags += [buffer.has_pending_gradient for buffer in buffers]
-        agreed = self.communicator.max_of_integers(np.array([*flags, self._journal, -self._journal], dtype=np.int32))
-        if int(agreed[-2]) != -int(agreed[-1]):
-            raise ShardingError(
-                "the ranks did not gather and reduce the same units in the same order since the last step, so weights or gradients may be "
-                "mixed up; run the same layers on every rank"
-            )
+        frozen = bytes(shard.parameter.stop_gradient for shard in shards)
+        # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
+        alike = [self._journal, zlib.crc32(frozen) & 0xFFFFFF, zlib.crc32(repr(settings).encode()) & 0xFFFFFF]
+        agreed = self.communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32))
+        for largest, smallest, problem in zip(agreed[-6:-3], agreed[-3:], _DIFFERENCES, strict=True):
+            if int(largest) != -int(smallest):
+                raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
         self._journal = 0
         for shard, got in zip(shards, agreed, strict=False):
             shard.has_gradient = shard.has_gradient or bool(got)
@@ -362,6 +372,13 @@ class Runtime:
         return sum(local for local, _ in pairs), sum(whole for _, whole in pairs)
 
 
+_DIFFERENCES = (
+    "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
+    "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
+    "differ in the optimizer's learning rate; set the same one, and step its scheduler alike, on every rank",
+)
+
+
 class _BackwardCall:
     """The hook on the outputs of one forward of a layer; Paddle calls it once for each output that gets a gradient."""
 
@@ -375,25 +392,6 @@ class _BackwardCall:
         self._runtime.begin_backward(self._units, first)
 
 
-class RunningBackward:
-    """Stands for one PyLayer's backward, such as recompute's, which runs a piece of a forward again."""
-
-
-def _running_backwards() -> list[RunningBackward]:
-    """Return the PyLayers' backwards that are on the stack, the innermost first."""
-    found: list[RunningBackward] = []
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_code.co_name == "backward":
-            context = frame.f_locals.get("ctx")
-            if isinstance(context, paddle.autograd.PyLayerContext):
-                if not hasattr(context, "_fully_shard_running"):
-                    context._fully_shard_running = RunningBackward()
-                found.append(context._fully_shard_running)
-        frame = frame.f_back
-    return found
-
-
 def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:
     """Do it to every unit, also after an error, and raise the first error at the end."""
     errors: list[CheckpointError] = []
@@ -404,21 +402,6 @@ def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def tensors_in(outputs: Any) -> Iterator[paddle.Tensor]:
-    """Yield the tensors in a layer's outputs: nested tuples, lists, dicts and objects with attributes."""
-    if isinstance(outputs, paddle.Tensor):
-        yield outputs
-    elif isinstance(outputs, dict):
-        for value in outputs.values():
-            yield from tensors_in(value)
-    elif isinstance(outputs, (list, tuple)):
-        for value in outputs:
-            yield from tensors_in(value)
-    elif hasattr(outputs, "__dataclass_fields__"):
-        for name in outputs.__dataclass_fields__:
-            yield from tensors_in(getattr(outputs, name))
 
 
 def runtime_of(model: nn.Layer) -> Runtime | None:

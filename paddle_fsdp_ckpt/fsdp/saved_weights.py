@@ -17,8 +17,8 @@ from paddle.base import core
 from ..errors import ShardingError
 
 if TYPE_CHECKING:
+    from .live_buffer import LiveBuffer
     from .runtime import Runtime
-    from .unit import LiveBuffer
 
 
 @dataclass(frozen=True)

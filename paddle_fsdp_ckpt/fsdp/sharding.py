@@ -14,9 +14,11 @@ from ..errors import CheckpointError, ShardingError, listing
 from ..layout import ITEM_SIZES, build_flat_buffer
 from .communication import Communicator, check_fleet, default_group
 from .hooks import ModelHooks
+from .live_buffer import LiveBuffer
 from .parameter import ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
-from .unit import LiveBuffer, Unit, dtype_name
+from .tensors import dtype_name
+from .unit import Unit
 from .units import ModelPlan, NamedParameter, UnitPlan, check_names, named_buffers, named_parameters, plan_units, walk
 
 

@@ -7,15 +7,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle.regularizer import L1Decay, L2Decay
 
 from ..errors import ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp import ParameterShard, Runtime, ShardedParameter
-from .catalog import entry_of
+from .catalog import check_own_methods, entry_of
 from .clipping import ShardedClip, check_clip
 
 _BINDING_ATTRIBUTE = "_fully_shard_binding"
+
+_WRAPS = ("_inner_opt", "_optim", "inner_optimizer", "inner_opt")
+"""Where Paddle's optimizers around another one keep it."""
 
 
 def bind_optimizer(optimizer: Any) -> None:
@@ -98,6 +102,28 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
         )
 
 
+def check_is_optimizer(optimizer: Any) -> None:
+    """Raise where something is no optimizer of Paddle's, or one around another.
+
+    ``fleet.distributed_optimizer`` and its kin reduce gradients, cut states or read ``main_grad`` by themselves, on top of what is done for
+    a sharded model.
+
+    Raises:
+        UnsupportedOptimizerError: it says what to give instead.
+    """
+    inner = optimizer
+    while (wrapped := next((vars(inner)[key] for key in _WRAPS if key in getattr(inner, "__dict__", {})), None)) is not None:
+        inner = wrapped
+    if inner is not optimizer:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} is around a {type(inner).__name__}, and would reduce, cut, scale or average by itself what "
+            f"fully_shard has cut; make the {type(inner).__name__} alone, without fleet.distributed_optimizer, group_sharded_parallel and "
+            "the like, and give that one and step it"
+        )
+    if not isinstance(optimizer, paddle.optimizer.Optimizer):
+        raise UnsupportedOptimizerError(f"{type(optimizer).__name__} is not an optimizer of paddle.optimizer")
+
+
 def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> None:
     """Raise where an optimizer can't be bound.
 
@@ -105,9 +131,9 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
         ShardingError: it holds parameters that are not sharded, or none.
         UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
     """
-    if not isinstance(optimizer, paddle.optimizer.Optimizer):
-        raise UnsupportedOptimizerError(f"{type(optimizer).__name__} is not an optimizer of paddle.optimizer")
+    check_is_optimizer(optimizer)
     entry_of(optimizer)
+    check_own_methods(optimizer)
     check_parameters(optimizer, about_to_shard)
     for clip in (optimizer._grad_clip, *(group.get("grad_clip") for group in parameter_groups(optimizer))):
         check_clip(clip)
@@ -138,6 +164,8 @@ class _Binding:
         self._runtimes: list[Runtime] = list({id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}.values())
         self._apply_optimize: Callable[..., Any] = optimizer._apply_optimize
         self._step: Callable[[], Any] = optimizer.step
+        self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
+        self._is_unscaled = False
         for runtime in self._runtimes:
             runtime.add_observer(self)
         optimizer.__dict__.update(
@@ -146,6 +174,7 @@ class _Binding:
                 "step": self._sharded_step,
                 "backward": self._collect_gradients,
                 "_apply_optimize": self._apply_optimize_to_local,
+                "_set_auxiliary_var": self._note_found_inf,
                 "state_dict": _refuse_state_dict,
                 "set_state_dict": _refuse_state_dict,
             }
@@ -164,14 +193,40 @@ class _Binding:
         _check_paddles_own_runtime()
         with ExitStack() as stack:
             for runtime in self._runtimes:
-                stack.enter_context(runtime.stepping())
+                stack.enter_context(runtime.stepping(_rates(self._optimizer)))
             return self._step()
+
+    def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
+        """Let a loss scaler divide this rank's reduced gradients, and tell on all ranks whether any found an infinity. Collective.
+
+        Args:
+            divide: does it for these parameters, and tells whether it found one.
+        """
+        _check_paddles_own_runtime()
+        for runtime in self._runtimes:
+            runtime.begin_step(_rates(self._optimizer))
+        found = divide(self._shards)
+        for runtime in self._runtimes:
+            found = bool(runtime.communicator.max_of_integers(np.array([found], dtype=np.int32))[0])
+        self._is_unscaled = True
+        return found
+
+    def _note_found_inf(self, key: str, value: Any) -> None:
+        # How a loss scaler says whether to step. Paddle's own finds no gradients to unscale on a sharded model.
+        if key == "found_inf" and isinstance(value, paddle.Tensor):
+            if not self._is_unscaled:
+                raise ShardingError(
+                    f"{type(self._optimizer).__name__}: a GradScaler that doesn't know of the sharded model can't unscale its gradients; "
+                    "call bind_grad_scaler(scaler) first"
+                )
+            self._is_unscaled = False
+        self._set_auxiliary_var(key, value)
 
     def _collect_gradients(self, loss: paddle.Tensor, *_: Any, parameters: Sequence[Any] | None = None, **__: Any) -> list[tuple[Any, Any]]:
         # What minimize calls; Paddle's own reads gradients past the parameters' Python face.
         _check_paddles_own_runtime()
         for runtime in self._runtimes:
-            runtime.begin_step()
+            runtime.begin_step(_rates(self._optimizer))
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
@@ -222,6 +277,12 @@ def _answered(optimizer: Any, attribute: str, questions: Sequence[Any]) -> Itera
         yield
     finally:
         setattr(optimizer, attribute, function)
+
+
+def _rates(optimizer: Any) -> list[Any]:
+    """Return the learning rate, and what the param groups multiply it by."""
+    factors = [group.get("learning_rate") for group in parameter_groups(optimizer)]
+    return [float(optimizer.get_lr()), *(factor for factor in factors if isinstance(factor, float))]
 
 
 def _refuse_state_dict(*_: Any, **__: Any) -> Any:

@@ -322,3 +322,29 @@ def bind_badly() -> str:
 
 def test_binding_an_optimizer_over_no_sharded_model_is_refused(single: RankPool) -> None:
     assert "17 of its 17 parameters are not in a sharded model" in single.run(bind_badly)[0]
+
+
+def step_with_ranks_that_differ(kind: str) -> str:
+    paddle.seed(1)
+    model = Net(2)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+    fully_shard(model, optimizer=optimizer)
+    loss = model(paddle.arange(4).reshape([1, 4])).sum()
+    if this_rank().rank == 1:
+        if kind == "learning rate":
+            optimizer.set_lr(0.2)
+        else:
+            model.blocks[0].up.weight.stop_gradient = True
+    loss.backward()
+    with pytest.raises(errors.ShardingError) as caught:
+        optimizer.step()
+    assert not any(optimizer._accumulators.values())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("learning rate", "differ in the optimizer's learning rate"), ("frozen", "which parameters are frozen")]
+)
+def test_ranks_that_would_step_to_different_models_are_refused(ranks: Ranks, kind: str, words: str) -> None:
+    for message in ranks(2).run(step_with_ranks_that_differ, kind):
+        assert words in message

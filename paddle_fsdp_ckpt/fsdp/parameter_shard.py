@@ -1,0 +1,239 @@
+"""One parameter of a sharded model on this rank: its data, which comes and goes, and its gradient."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import paddle
+from paddle.base import core
+
+from ..errors import ShardingError, UnboundOptimizerError
+from ..layout import Range, Slot
+from .parameter import ShardedParameter
+from .tensors import dtype_name, flat_view
+
+if TYPE_CHECKING:
+    from paddle.base.framework import EagerParamBase
+
+    from .live_buffer import LiveBuffer
+
+_Tensor = core.eager.Tensor
+
+
+class ParameterShard:
+    """One parameter of a sharded model: its slot, this rank's piece of it, and this rank's piece of its gradient.
+
+    Attributes:
+        unit: the unit that it is gathered with.
+        buffer: the flat buffer that it lies in.
+        slot: its place there.
+        range: the part of it that this rank keeps, in elements of the flattened parameter; may be empty.
+        index: its place among the model's parameters, the same on every rank.
+        got_gradient: a gradient arrived on this rank and is not known to the other ranks yet.
+        has_gradient: some rank got a gradient (which may have been set to zero since).
+    """
+
+    def __init__(self, buffer: LiveBuffer, slot: Slot, index: int, parameter: EagerParamBase) -> None:
+        self.unit = buffer.unit
+        self.buffer = buffer
+        self.slot = slot
+        self.index = index
+        self.range: Range = buffer.layout.local_range(slot, buffer.communicator.rank)
+        self.got_gradient = False
+        self.has_gradient = False
+        self._hooked = False
+        self._filled_version = 0
+        self._filled_address = 0
+        # Paddle's tensors take no part in garbage collection: a strong reference would keep the model alive for ever.
+        self._parameter = weakref.ref(parameter)
+        self._clear_data()
+        self._local: paddle.Tensor | None = None
+
+    @property
+    def parameter(self) -> ShardedParameter:
+        """The parameter."""
+        parameter = self._parameter()
+        assert parameter is not None, f"parameter '{self.slot.name}' is gone"
+        return parameter
+
+    @property
+    def buffer_range(self) -> Range:
+        """This rank's piece, counted from the beginning of its shard."""
+        start = self.slot.offset + self.range.start - self.buffer.layout.shard(self.buffer.communicator.rank).start
+        return Range(start, start + self.range.numel) if self.range.numel else Range(0, 0)
+
+    @property
+    def local(self) -> paddle.Tensor:
+        """This rank's piece: a 1-D view of its shard; shape [0] where it keeps nothing."""
+        if self._local is None:
+            self._local = flat_view(self.buffer.shard, self.buffer_range)
+        return self._local
+
+    def describe(self) -> str:
+        """Say in words what this is."""
+        keeps = f"elements {self.range.start} to {self.range.stop}" if self.range.numel else "nothing"
+        return (
+            f"sharded parameter '{' = '.join(self.slot.names)}' (shape {list(self.slot.shape)}, {self.buffer.layout.dtype}; "
+            f"this rank keeps {keeps} of {self.slot.numel})"
+        )
+
+    # Data.
+
+    def check_parked(self) -> None:
+        """Raise where the parameter has memory of its own.
+
+        Raises:
+            ShardingError: somebody wrote to it.
+        """
+        if self.parameter._is_initialized():
+            raise ShardingError(
+                f"{self.describe()}: it was written to while it was sharded, which would be lost; use set_value, or "
+                "`with paddle_fsdp_ckpt.local_parameters(model):`"
+            )
+
+    def fill(self, whole: paddle.Tensor) -> None:
+        """Make the parameter whole: a view of the gathered buffer ``whole``."""
+        self.check_parked()
+        parameter = self.parameter
+        tensor = parameter.get_tensor()
+        tensor._share_data_with(whole.get_tensor()._slice(self.slot.offset, self.slot.offset + self.slot.numel))
+        tensor._set_dims(list(self.slot.shape))
+        self._filled_version, self._filled_address = parameter.inplace_version, parameter.data_ptr()
+        if not (self._hooked or parameter.stop_gradient):
+            parameter._register_backward_hook(_GradientHook(self))
+            self._hooked = True
+
+    def park(self) -> bool:
+        """Take the data away from the parameter; its shape stays whole. Return whether it was changed in place meanwhile."""
+        parameter = self.parameter
+        filled = self._filled_version, self._filled_address
+        changed = parameter._is_initialized() and (parameter.inplace_version, parameter.data_ptr()) != filled
+        self._clear_data()
+        return changed
+
+    def show_local(self) -> None:
+        """Let the parameter be this rank's piece, 1-D, sharing the shard's memory."""
+        self.parameter.get_tensor()._share_data_with(self.local.get_tensor())
+
+    def hide_local(self) -> None:
+        """End :meth:`show_local`."""
+        self._clear_data()
+
+    def _clear_data(self) -> None:
+        # Without memory Paddle refuses to compute with the parameter, also where a graph saved it.
+        parameter = self.parameter
+        parameter._clear_data()
+        parameter.get_tensor()._set_dims(list(self.slot.shape))
+
+    def write(self, value: paddle.Tensor | np.ndarray) -> None:
+        """Set the whole parameter to ``value``; this rank keeps its part."""
+        tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+        if tuple(tensor.shape) != self.slot.shape or dtype_name(tensor) != self.buffer.layout.dtype:
+            raise ShardingError(
+                f"{self.describe()}: can't be set to a value of shape {list(tensor.shape)} and dtype {dtype_name(tensor)}; "
+                "give the whole value"
+            )
+        if self.range.numel:
+            with paddle.no_grad():
+                paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
+        self.unit.changed()
+        self.unit.runtime.parameters_written([self])
+
+    # Gradient.
+
+    def take_gradient(self) -> None:
+        """Move the whole gradient that Paddle's backward just left on the parameter into the buffer's whole gradient."""
+        parameter = self.parameter
+        gradient = _Tensor._grad_ivar(parameter)
+        if gradient is None or self._is_mark(gradient):
+            return
+        self.unit.runtime.gradients_pending = True
+        if gradient.is_selected_rows():
+            _Tensor.clear_gradient(parameter, False)
+            self.unit.runtime.fail(
+                ShardingError(f"{self.describe()}: sparse gradients are not supported; build the embedding with sparse=False")
+            )
+            return
+        self.buffer.add_gradient(self.slot, gradient)
+        self.got_gradient = True
+        self._leave_mark(gradient)
+
+    def _leave_mark(self, gradient: paddle.Tensor) -> None:
+        """Make a mark of the tensor that Paddle keeps as the parameter's gradient; its memory is freed."""
+        # Paddle's minimize reads gradients past the parameter's Python face. With none there, that of an optimizer that isn't bound
+        # would do nothing, in silence.
+        gradient.get_tensor()._share_data_with(self.unit.runtime.gradient_mark(self._mark_numel).get_tensor())
+        _Tensor.clear_gradient(self.parameter, True)  # to zero; so the next backward replaces it, and does not add to it
+
+    @property
+    def _mark_numel(self) -> int:
+        # A number that no gradient of this parameter has, whole or in pieces.
+        return next(numel for numel in (1, 2, 3) if numel not in (self.slot.numel, self.range.numel))
+
+    def _is_mark(self, gradient: paddle.Tensor) -> bool:
+        return not gradient.is_selected_rows() and int(gradient.size) == self._mark_numel
+
+    def check_gradient(self, gradient: paddle.Tensor | None) -> None:
+        """Raise where what an optimizer is about to use is not this parameter's gradient, but the mark in its place.
+
+        Raises:
+            UnboundOptimizerError: saying what to call instead.
+        """
+        if gradient is not None and self._is_mark(gradient):
+            raise UnboundOptimizerError(
+                f"{self.describe()}: minimize, or apply_gradients, of an optimizer that is not bound to the model can't see its gradient; "
+                "call bind_optimizer(opt), or opt.step() inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+            )
+
+    def gradient(self) -> paddle.Tensor | None:
+        """Return this rank's piece of the gradient, 1-D, reduced over the ranks; None without one or without a piece."""
+        self.unit.runtime.reduce_pending_gradients()
+        if not self.has_gradient or not self.range.numel:
+            return None
+        return self._gradient_view()
+
+    def set_gradient(self, value: paddle.Tensor | None) -> None:
+        """Replace this rank's piece of the gradient; None drops it."""
+        self.unit.runtime.reduce_pending_gradients()
+        if value is None:
+            self.clear_gradient(set_to_zero=False)
+            return
+        if list(value.shape) != [self.range.numel] or dtype_name(value) != self.buffer.layout.dtype:
+            raise ShardingError(
+                f"{self.describe()}: its gradient can't be set to a tensor of shape {list(value.shape)} and dtype {dtype_name(value)}; "
+                f"give this rank's piece, shape [{self.range.numel}]"
+            )
+        self.has_gradient = True
+        if self.range.numel:
+            with paddle.no_grad():
+                paddle.assign(value, self._gradient_view())
+
+    def _gradient_view(self) -> paddle.Tensor:
+        return flat_view(self.buffer.gradient_shard(), self.buffer_range)
+
+    def clear_gradient(self, set_to_zero: bool) -> None:
+        """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
+        self.has_gradient = self.has_gradient and set_to_zero
+        if self.got_gradient:
+            self.buffer.zero_pending(self.slot)
+            self.got_gradient = set_to_zero
+        self.buffer.note_zero(self)
+
+    def reset_gradient(self, present: bool) -> None:
+        """Let there be a gradient of zeros, or none, whatever there was; the same on every rank."""
+        self.got_gradient = False
+        self.has_gradient = present
+        self.buffer.zero_pending(self.slot)
+        self.buffer.note_zero(self)
+
+
+class _GradientHook:
+    """Called by Paddle when the parameter's gradient of one backward is complete."""
+
+    def __init__(self, shard: ParameterShard) -> None:
+        self._shard = shard
+
+    def __call__(self, *_: object) -> None:
+        self._shard.take_gradient()

@@ -1,0 +1,39 @@
+"""Small questions about Paddle's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+
+from ..layout import Range
+
+
+def dtype_name(tensor: paddle.Tensor) -> str:
+    """Return Paddle's dtype name, such as ``float32``."""
+    return str(tensor.dtype).rpartition(".")[2]
+
+
+def flat_view(flat: paddle.Tensor, wanted: Range) -> paddle.Tensor:
+    """Return a 1-D view of ``flat``; of shape [0] for an empty range."""
+    if wanted.numel:
+        return flat._slice(wanted.start, wanted.stop)
+    view = flat._slice(0, 1)
+    view.get_tensor()._set_dims([0])
+    return view
+
+
+def tensors_in(outputs: Any) -> Iterator[paddle.Tensor]:
+    """Yield the tensors in a layer's outputs: nested tuples, lists, dicts and objects with attributes."""
+    if isinstance(outputs, paddle.Tensor):
+        yield outputs
+    elif isinstance(outputs, dict):
+        for value in outputs.values():
+            yield from tensors_in(value)
+    elif isinstance(outputs, (list, tuple)):
+        for value in outputs:
+            yield from tensors_in(value)
+    elif hasattr(outputs, "__dataclass_fields__"):
+        for name in outputs.__dataclass_fields__:
+            yield from tensors_in(getattr(outputs, name))
