@@ -36,7 +36,8 @@ setup(
     package_data={"paddle_fsdp_ckpt": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
-    install_requires=["numpy>=1.24", "safetensors>=0.7"],
+    entry_points={"console_scripts": ["paddle-fsdp-ckpt = paddle_fsdp_ckpt.cli.main:main"]},
+    install_requires=["numpy>=1.24", "safetensors>=0.7", "xxhash>=3.1"],
     extras_require={
         "cpu": CPU,
         "cli": ["rich>=13"],

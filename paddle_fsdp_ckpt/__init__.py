@@ -25,11 +25,15 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
     )
     from .fsdp import local_parameters
+    from .gather import full_optimizer_state_dict, full_state_dict, iter_full_parameters
     from .loading import LoadReport, load
-    from .optim import bind_optimizer, split_weight_decay
+    from .optim import bind_grad_scaler, bind_optimizer, register_optimizer, repair_paddle_runtime, split_weight_decay
     from .requirements import PaddleRequiredError
     from .saving import save
+    from .scatter import load_full_state_dict
     from .state_dict import init_optimizer_state, optimizer_sharded_state_dict, sharded_state_dict
+    from .storage.salvage import SalvageReport, salvage
+    from .storage.verify import VerifyReport, verify
     from .training import fully_shard
 
 __all__ = [
@@ -41,21 +45,32 @@ __all__ = [
     "NewerFormatError",
     "PaddleRequiredError",
     "RankFailedError",
+    "SalvageReport",
     "ShardingError",
     "TargetExistsError",
     "UnboundOptimizerError",
     "UnsafeCheckpointError",
     "UnsupportedOptimizerError",
+    "VerifyReport",
     "__version__",
+    "bind_grad_scaler",
     "bind_optimizer",
+    "full_optimizer_state_dict",
+    "full_state_dict",
     "fully_shard",
     "init_optimizer_state",
+    "iter_full_parameters",
     "load",
+    "load_full_state_dict",
     "local_parameters",
     "optimizer_sharded_state_dict",
+    "register_optimizer",
+    "repair_paddle_runtime",
+    "salvage",
     "save",
     "sharded_state_dict",
     "split_weight_decay",
+    "verify",
 ]
 
 _MODULES = {
@@ -72,19 +87,30 @@ _MODULES = {
     "UnboundOptimizerError": "errors",
     "UnsafeCheckpointError": "errors",
     "UnsupportedOptimizerError": "errors",
+    "bind_grad_scaler": "optim",
     "bind_optimizer": "optim",
     "fully_shard": "training",
+    "load_full_state_dict": "scatter",
+    "iter_full_parameters": "gather",
+    "full_state_dict": "gather",
+    "full_optimizer_state_dict": "gather",
     "init_optimizer_state": "state_dict",
     "load": "loading",
     "local_parameters": "fsdp",
     "optimizer_sharded_state_dict": "state_dict",
+    "repair_paddle_runtime": "optim",
+    "register_optimizer": "optim",
+    "SalvageReport": "storage.salvage",
+    "VerifyReport": "storage.verify",
+    "salvage": "storage.salvage",
     "save": "saving",
     "sharded_state_dict": "state_dict",
     "split_weight_decay": "optim",
+    "verify": "storage.verify",
 }
 """Where each public name lives."""
 
-_NEED_PADDLE = {"fsdp", "loading", "optim", "saving", "state_dict", "training"}
+_NEED_PADDLE = {"fsdp", "gather", "loading", "optim", "saving", "scatter", "state_dict", "training"}
 
 
 def __getattr__(name: str) -> Any:

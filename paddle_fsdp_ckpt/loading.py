@@ -3,55 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import paddle
 from paddle import nn
-from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from .errors import RankFailedError
-from .host_memory import destinations
+from .errors import CorruptCheckpointError, MismatchError, RankFailedError
+from .load_options import PARTS, KeyMap, check_options
+from .load_plan import plan_load
+from .load_report import LoadNotes, LoadReport, merge_notes
 from .meeting import absolute_path, check_same, open_meeting
 from .optim import optimizer_list, states_restored_on_error
-from .saved_run import SavedRun, check_optimizers, check_tied, read_saved_run, restore_learning_rates
-from .shardings import StateLoad
+from .planned_load import LoadPlan
+from .saved_run import SavedRun, restore_learning_rates
 from .storage.agreement import exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS
-from .storage.flex import piece_of
 from .storage.format import JsonValue
-from .storage.index import CheckpointIndex, read_index
-from .storage.plan import ReadPlan, plan_read
-from .storage.reader import PARTIAL_STATE, check_duplicates, execute_read
-from .subjects import Subjects, check_subjects
+from .storage.problems import merge_problems
+from .storage.reader import PARTIAL_STATE
+from .subjects import Stepper, Subjects, check_subjects
 
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did.
-
-    Attributes:
-        path: the checkpoint.
-        step: the step it was saved at, or None.
-        world_size: how many ranks saved it.
-        extra_state: what was given to ``save``.
-        loaded: how many keys this rank loaded.
-        without_state: parameters of the optimizers for which the checkpoint has no state, because they never had a gradient.
-            They have none now either.
-        not_asked_for: keys of the checkpoint that belong to a part (model or optimizer) that was not given.
-        differences: in words, settings of the optimizers that were saved otherwise and were left as they are.
-    """
-
-    path: Path
-    step: int | None
-    world_size: int
-    extra_state: JsonValue
-    loaded: int
-    without_state: list[str] = field(default_factory=list)
-    not_asked_for: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
+__all__ = ["LoadReport", "load"]
 
 
 def load(
@@ -59,46 +34,83 @@ def load(
     *,
     model: nn.Layer | None = None,
     optimizer: Any = None,
+    parts: Iterable[str] | None = None,
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    cast: bool = False,
+    key_map: KeyMap | None = None,
+    copy_tied: bool = False,
+    verify_first: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
-    """Load a checkpoint into a model and its optimizers, at any world size. All ranks must call it.
+    """Load a checkpoint into a model and its optimizers, at any world size. All ranks must call it alike.
 
     Strict: every key of the given objects must be in the checkpoint and the reverse, with the same shape and dtype, every
-    element covered. Each rank reads only what it keeps. Loading only a model lets the master weights of its optimizers follow.
+    element covered; what may differ must be said, and is in the report. Each rank reads only what it keeps. Where only a model is
+    loaded, the master weights of its optimizers follow: of those bound to it, and of those given.
 
     Args:
-        path: a directory that ``save`` made, the same on all ranks.
+        path: a directory that ``save`` made, or stock Paddle's ``save_state_dict``; the same on all ranks.
         model: sharded by ``fully_shard``, ours or Paddle's own, or plain.
         optimizer: bound to the model, or a list of such; plain as the model is plain; fresh or used. Its states become those of
             the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well.
+        parts: some of ``"model"`` (parameters and buffers), ``"optimizer"`` (states and master weights) and ``"learning_rate"`` (the
+            scheduler's state). By default all that the given objects have. The others stay as they are.
+        allow_missing: patterns, such as ``"head.*"``, of keys that the checkpoint may lack; ``*`` and ``?`` stand for any text and any
+            character, ``[...]`` for some characters. Parameters and buffers then keep their values. A parameter that lacks states
+            starts afresh, and patterns must match all its states (``"head.weight.*"``): half a state is of no use.
+        allow_unexpected: patterns of keys, as the checkpoint names them, that the objects may lack. They are not loaded.
+        cast: convert between floating point types by value, to the nearest. A float32 parameter is then taken from the master weight
+            of a low-precision one, and a missing master weight from the parameter. A value too large for its new type is an error.
+        key_map: where names differ: a function from the name of a parameter or buffer in the model to its name in the checkpoint, or a
+            dict from beginnings of such names to what stands there for them; the longest that fits counts. ``{"_layers.": ""}`` loads
+            into a model that is wrapped now, ``{"": "_layers."}`` from one that was. States follow their parameters.
+        copy_tied: where names are of one tensor in the checkpoint and of several in the model, give each the value and the states;
+            where it is the reverse, take those of the first name.
+        verify_first: check all digests of what is read before anything changes. It reads twice. Otherwise they are checked
+            while reading, and an error leaves a part of the checkpoint in the objects.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
-        What was loaded, with ``extra_state`` as it was saved.
+        What was loaded, with ``extra_state`` as it was saved, and all that differed.
 
     Raises:
+        CheckpointError: an argument is not what it must be.
         IncompleteCheckpointError: no checkpoint there, a file of it is missing, or it has no optimizer state and one was asked for.
-        MismatchError: checkpoint and objects differ; the message lists how.
+        MismatchError: checkpoint and objects differ; the message lists how, on all ranks.
         CorruptCheckpointError: the files contradict themselves or each other.
         RankFailedError: another rank raised one of these.
         Where the message does not say otherwise, nothing was changed on any rank.
     """
     optimizers = optimizer_list(optimizer)
     rendezvous, token = open_meeting(model, optimizers)
-    plans: list[_LoadPlan] = []
+    planned: list[tuple[Subjects, LoadPlan]] = []
     with ExitStack() as stack:
 
         def plan_all() -> JsonValue:
+            options = check_options(
+                allow_missing=allow_missing,
+                allow_unexpected=allow_unexpected,
+                cast=cast,
+                key_map=key_map,
+                parts=parts,
+                copy_tied=copy_tied,
+                verify_first=verify_first,
+                given=[name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
+            )
             where = absolute_path(path)
             subjects = check_subjects(model, optimizers)
             for one in subjects.steppers:
                 stack.enter_context(states_restored_on_error(one.optimizer))
-            plan = _plan(where, subjects)
-            plans.append(plan)
-            return [str(where), subjects.digest(), plan.reads.index.digest()]
+            plan = plan_load(where, subjects, options)
+            planned.append((subjects, plan))
+            alike = [str(where), subjects.digest(), plan.index.digest(), options.digest(plan.mapped)]
+            return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json()}
 
-        exchange(rendezvous, f"{token}/plan", plan_all, _check_same_loading, timeout_seconds)
-    plan = plans[0]
+        verdict = exchange(rendezvous, f"{token}/plan", plan_all, _judge, timeout_seconds)
+        if verdict["problems"] is not None:
+            raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(verdict["problems"])
+    subjects, plan = planned[0]
     try:
         exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
     except RankFailedError as error:
@@ -106,104 +118,64 @@ def load(
             raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
-        _announce(plan.subjects)
-    run = plan.run
-    _reset_gradients(plan.subjects, run)
+        _announce(subjects, plan)
+    _reset_gradients(plan.subjects, plan.run)
+    differences = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else []
+    return _report(plan, merge_notes([verdict["notes"]]), differences)
+
+
+def _judge(ranks: list[JsonValue]) -> JsonValue:
+    """Return what is wrong on any rank, in words, or None, and what all of them have to report."""
+    for what, values in zip(
+        ("path", "model and optimizers", "checkpoint", "options"), zip(*(one["alike"] for one in ranks), strict=True), strict=True
+    ):
+        check_same("load", what, values, "nothing was changed", shown=what == "path")
+    problems = merge_problems(Path(ranks[0]["alike"][0]), [one["problems"] for one in ranks])
+    text = str(problems) if problems else None
+    return {"problems": text, "conflicting": bool(problems.conflicts), "notes": merge_notes([one["notes"] for one in ranks]).to_json()}
+
+
+def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str]) -> LoadReport:
+    run, options = plan.run, plan.options
+    given = [f"allow_missing={one!r}" for one in options.allow_missing] + [f"allow_unexpected={one!r}" for one in options.allow_unexpected]
     return LoadReport(
-        plan.reads.index.path,
+        plan.index.path,
         run.step,
         run.world_size,
         run.extra_state,
-        len(plan.weights),
-        plan.without_state,
-        plan.not_asked_for,
-        restore_learning_rates(plan.subjects.steppers, run),
+        len(plan.targets),
+        parts=[part for part in PARTS if part in options.parts],
+        without_state=plan.without_state,
+        not_asked_for=plan.not_asked_for,
+        differences=differences,
+        missing=notes.missing,
+        started_afresh=notes.started_afresh,
+        unexpected=notes.unexpected,
+        casts=notes.casts,
+        mapped=plan.mapped,
+        copied_tied=plan.copied_tied,
+        unused_options=[one for one in given if one not in notes.used_options] + [f"key_map={one!r}" for one in plan.unused_prefixes],
     )
 
 
-def _check_same_loading(ranks: list[JsonValue]) -> None:
-    for what, values in zip(("path", "model and optimizers", "checkpoint"), zip(*ranks, strict=True), strict=True):
-        check_same("load", what, values, "nothing was changed", shown=what == "path")
-
-
-@dataclass(frozen=True)
-class _LoadPlan:
-    """What one rank will read, and into what."""
-
-    subjects: Subjects
-    run: SavedRun
-    weights: dict[str, ShardedWeight]
-    state_loads: Sequence[StateLoad]
-    reads: ReadPlan
-    without_state: list[str]
-    not_asked_for: list[str]
-
-    def read(self) -> None:
-        with destinations([weight.local_tensor for weight in self.weights.values()]) as views:
-            execute_read(self.reads, views)
-        for one in self.state_loads:
-            one.finish()
-
-
-def _plan(path: Path, subjects: Subjects) -> _LoadPlan:
-    index = read_index(path)
-    model_keys = subjects.model_keys()
-    run = read_saved_run(index)
-    states = run.states_in(index.stored, model_keys)
-    expected: set[str] = set()
-    not_asked_for: list[str] = []
-    without_state: list[str] = []
-    weights: dict[str, ShardedWeight] = {}
-    state_loads: list[StateLoad] = []
-    if subjects.model is None:
-        in_states = set().union(*states.values())
-        not_asked_for += [key for key in index.stored if key not in in_states]
-    else:
-        tied = subjects.tied()
-        check_tied(index, run, model_keys, tied)
-        # The values under the other names are the same, and go to the same memory.
-        others = {name for names in tied for name in names[1:]}
-        # Tensors without elements are not stored.
-        found = subjects.sharding.model_weights(subjects.model)
-        empty = {key for key, weight in found.items() if 0 in weight.global_shape}
-        weights.update({key: weight for key, weight in found.items() if key not in others and key not in empty})
-        expected |= model_keys - empty
-    if subjects.steppers:
-        check_optimizers(index, run, subjects.steppers)
-    else:
-        not_asked_for += [key for keys in states.values() for key in keys]
-    for one in subjects.steppers:
-        # Where a model is given its keys say so too.
-        expected |= {name for name in one.names if name not in states}
-        stored = {name for name in one.names if states.get(name)}
-        loading = subjects.sharding.begin_load(one.optimizer, one.parameters, stored)
-        # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
-        expected |= set().union(*(states.get(other.slot.name, set()) for other in one.parameters if not other.range.numel))
-        without_state += [p.slot.name for p in one.parameters if p.slot.name not in stored and not p.parameter.stop_gradient]
-        weights.update(loading.weights)
-        state_loads.append(loading)
-    targets = [piece_of(key, weight) for key, weight in weights.items()]
-    reads = plan_read(index, targets, expected, not_asked_for)
-    reads.problems.raise_if_any()
-    check_duplicates(reads)
-    for loading in state_loads:
-        _read_copies(index, loading)
-    return _LoadPlan(subjects, run, weights, state_loads, reads, without_state, not_asked_for)
-
-
-def _read_copies(index: CheckpointIndex, loading: StateLoad) -> None:
-    """Read what an optimizer must judge before anything changes, and let it."""
-    if loading.copies:
-        targets = [piece_of(key, weight) for key, weight in loading.copies.items()]
-        with destinations([weight.local_tensor for weight in loading.copies.values()]) as views:
-            execute_read(plan_read(index, targets, (), index.stored), views)
-        loading.check()
-
-
-def _announce(subjects: Subjects) -> None:
+def _announce(subjects: Subjects, plan: LoadPlan) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
-    stepped = [one for stepper in subjects.steppers for one in stepper.parameters]
-    subjects.sharding.values_written(subjects.model, [stepper.optimizer for stepper in subjects.steppers], stepped)
+    loaded = plan.subjects
+    stepped = [one for stepper in loaded.steppers for one in stepper.parameters]
+    loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, plan.notes.missing)
+    # What is cut knows its optimizers; a plain model doesn't.
+    if loaded.sharding.is_plain and loaded.model is not None and not loaded.steppers:
+        for stepper in subjects.steppers:
+            _let_masters_follow(stepper, plan.notes.missing)
+
+
+def _let_masters_follow(stepper: Stepper, kept: Collection[str]) -> None:
+    masters = stepper.optimizer._master_weights
+    for one in stepper.parameters:
+        master = masters.get(one.parameter.name)
+        if master is not None and one.slot.name not in kept:
+            with paddle.no_grad():
+                paddle.assign(one.parameter.astype(master.dtype), master)
 
 
 def _reset_gradients(subjects: Subjects, run: SavedRun) -> None:

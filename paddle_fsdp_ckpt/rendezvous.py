@@ -8,8 +8,8 @@ import socket
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 import paddle.distributed as dist
 
@@ -31,25 +31,54 @@ class StoreRendezvous:
         _send_without_delay(_master_ports())
 
     def put(self, key: str, value: bytes) -> None:
-        """Set ``key``, which is not set yet."""
+        """Set ``key``, which is not set yet.
+
+        Raises:
+            ConnectionError: the store is gone.
+        """
         # The counter is set second, so that whoever sees it finds the value.
-        self._store.set(key, value)
-        self._store.add(f"{key}/there", 1)
+        with _named_errors():
+            self._store.set(key, value)
+            self._store.add(f"{key}/there", 1)
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """Return what some rank put under ``key``, as soon as it is there.
 
         Raises:
             TimeoutError: it was not there in time.
+            ConnectionError: the store is gone.
         """
         deadline = time.monotonic() + timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
-        while self._store.add(f"{key}/there", 0) == 0:
+        while not self._is_there(key):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"nothing under '{key}' after {timeout_seconds:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return bytes(self._store.get(key))
+        with _named_errors():
+            return bytes(self._store.get(key))
+
+    def forget(self, key: str) -> None:
+        """Free the memory of what was put under ``key``; Paddle's store can't forget the key itself."""
+        with _named_errors():
+            self._store.set(key, b"")
+
+    def _is_there(self, key: str) -> bool:
+        with _named_errors():
+            return bool(self._store.add(f"{key}/there", 0))
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Say what it means where the store is gone: Paddle raises a ValueError with a C++ stack trace as soon as its process is dead."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        last_line = str(error).strip().rpartition("\n")[2].strip()
+        raise ConnectionError(
+            "the job's store, which lives in the process of the job's first rank, can't be reached: that process was killed or has ended "
+            f"({last_line})"
+        ) from error
 
 
 def _master_ports() -> set[int]:
@@ -90,6 +119,10 @@ class OneRank:
     def put(self, key: str, value: bytes) -> None:
         """Set ``key``."""
         self._values[key] = value
+
+    def forget(self, key: str) -> None:
+        """Free the memory of what was put under ``key``."""
+        self._values.pop(key, None)
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """Return what was put under ``key``.

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from .errors import CorruptCheckpointError, IncompleteCheckpointError, MismatchError, listing
-from .optim import describe_learning_rate, restore_learning_rate
+from .errors import CorruptCheckpointError, IncompleteCheckpointError, listing
+from .optim import CATALOG, describe_learning_rate, entry_of, restore_learning_rate
+from .storage.comparison import have_same_values
 from .storage.format import JsonValue
 from .storage.index import CheckpointIndex
 from .subjects import Stepper
+
+_MASTER_WEIGHT = "w"
+_STATES = {_MASTER_WEIGHT}.union(*(entry.states for entry in CATALOG.values()))
+"""What keys call states and master weights, without the "_0" at their end."""
+
+_STOCK_SAYS_LESS = (
+    "stock Paddle wrote the checkpoint, which doesn't say of what class the optimizer was, nor its hyper-parameters, learning rate and "
+    "step; they were left as they are"
+)
 
 
 @dataclass(frozen=True)
@@ -17,13 +27,13 @@ class SavedOptimizer:
     """What a checkpoint says about one optimizer.
 
     Attributes:
-        cls: name of its class.
-        names: the parameters that it held.
+        cls: name of its class; None where a checkpoint of stock Paddle doesn't say.
+        names: the parameters that it held; of stock Paddle's those with states.
         with_gradient: those that had a gradient.
         learning_rate: see :func:`~.optim.describe_learning_rate`.
     """
 
-    cls: str
+    cls: str | None
     names: frozenset[str]
     with_gradient: frozenset[str]
     learning_rate: dict[str, JsonValue]
@@ -38,19 +48,43 @@ class SavedRun:
         world_size: how many ranks saved it.
         extra_state: the caller's own.
         optimizers: those that were saved.
-        tied: the sorted names of each tensor that had several.
+        tied: the sorted names of each tensor that had several; None where a checkpoint of stock Paddle doesn't say.
     """
 
     step: int | None
     world_size: int
     extra_state: JsonValue
     optimizers: tuple[SavedOptimizer, ...]
-    tied: frozenset[tuple[str, ...]]
+    tied: frozenset[tuple[str, ...]] | None
 
     @property
     def with_gradient(self) -> set[str]:
         """The parameters that had a gradient."""
         return set().union(*(one.with_gradient for one in self.optimizers))
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that an optimizer held."""
+        return set().union(*(one.names for one in self.optimizers))
+
+    def with_tied_names(self) -> SavedRun:
+        """Return the same with all names of tied parameters, not only the first ones, among those that optimizers held."""
+        groups = {name: names for names in self.tied or () for name in names}
+
+        def spread(names: Iterable[str]) -> frozenset[str]:
+            return frozenset(other for name in names for other in groups.get(name, (name,)))
+
+        optimizers = tuple(replace(one, names=spread(one.names), with_gradient=spread(one.with_gradient)) for one in self.optimizers)
+        return replace(self, optimizers=optimizers)
+
+    def renamed(self, rename: Callable[[str], str]) -> SavedRun:
+        """Return the same with other names of parameters."""
+        optimizers = tuple(
+            replace(one, names=frozenset(map(rename, one.names)), with_gradient=frozenset(map(rename, one.with_gradient)))
+            for one in self.optimizers
+        )
+        tied = None if self.tied is None else frozenset(tuple(sorted(map(rename, names))) for names in self.tied)
+        return replace(self, optimizers=optimizers, tied=tied)
 
     def states_in(self, keys: Iterable[str], model_keys: Iterable[str]) -> dict[str, set[str]]:
         """Return which of the keys are states or master weights, by the name of each parameter that an optimizer held."""
@@ -64,13 +98,15 @@ class SavedRun:
 
 
 def read_saved_run(index: CheckpointIndex) -> SavedRun:
-    """Read what a checkpoint's manifest says about its run.
+    """Read what a checkpoint's manifest says about its run, or what the keys of a checkpoint of stock Paddle do.
 
     Raises:
-        CorruptCheckpointError: it is not what ``save`` writes.
+        CorruptCheckpointError: the manifest is not what ``save`` writes.
     """
     manifest = index.manifest
-    assert manifest is not None
+    if manifest is None:
+        names = frozenset(name for name, _ in _stock_states(index.stored))
+        return SavedRun(None, len(index.files), None, (SavedOptimizer(None, names, names, {}),) if names else (), None)
     try:
         optimizers = tuple(_saved_optimizer(one) for one in manifest.optimizers)
     except (KeyError, TypeError) as error:
@@ -78,6 +114,14 @@ def read_saved_run(index: CheckpointIndex) -> SavedRun:
             f"the manifest of '{index.path}' doesn't describe its optimizers as save does ({error!r}); load another checkpoint"
         ) from error
     return SavedRun(manifest.step, manifest.world_size, manifest.extra_state, optimizers, frozenset(manifest.tied))
+
+
+def _stock_states(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield parameter and state of each key that is one of a state, as far as keys tell."""
+    for key in keys:
+        name, dot, state = key.rpartition(".")
+        if dot and state.endswith("_0") and state[:-2] in _STATES:
+            yield name, state[:-2]
 
 
 def _saved_optimizer(value: JsonValue) -> SavedOptimizer:
@@ -96,52 +140,65 @@ def describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
     }
 
 
-def check_tied(index: CheckpointIndex, run: SavedRun, model_keys: set[str], tied: Sequence[Sequence[str]]) -> None:
-    """Raise where names that are of one tensor in the model are of several in the checkpoint, or the reverse.
+def tied_differences(run: SavedRun, index: CheckpointIndex, model_keys: set[str], tied: Sequence[Sequence[str]]) -> list[str]:
+    """Say which names are of one tensor in the model and of several in the checkpoint, or the reverse.
+
+    Where the checkpoint doesn't say, the values under such names are read and compared.
+
+    Args:
+        run: what the checkpoint says.
+        index: where its values lie.
+        model_keys: the keys of the model.
+        tied: the sorted names of each tensor of the model that has several.
 
     Raises:
-        MismatchError: it lists them.
+        CorruptCheckpointError: a file changed underneath.
     """
     mine = {tuple(names) for names in tied}
+    only_mine = [names for names in sorted(mine - (run.tied or set())) if all(name in index for name in names)]
+    if run.tied is None:
+        differing = [names for names in only_mine if not have_same_values(index, names)]
+        return [f"{' = '.join(names)} is one tied parameter in the model, and has other values under each name" for names in differing]
     only_saved = [names for names in sorted(run.tied - mine) if all(name in model_keys for name in names)]
-    only_mine = [names for names in sorted(mine - run.tied) if all(name in index for name in names)]
-    if only_saved or only_mine:
-        sentences = [f"{' = '.join(names)} is one tied parameter in the checkpoint, and not in the model" for names in only_saved]
-        sentences += [f"{' = '.join(names)} is one tied parameter in the model, and not in the checkpoint" for names in only_mine]
-        raise MismatchError(
-            f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {listing(sentences)}. Tie the same "
-            "parameters of the model as when it was saved"
-        )
+    sentences = [f"{' = '.join(names)} is one tied parameter in the checkpoint, and not in the model" for names in only_saved]
+    return sentences + [f"{' = '.join(names)} is one tied parameter in the model, and not in the checkpoint" for names in only_mine]
 
 
-def check_optimizers(index: CheckpointIndex, run: SavedRun, steppers: Sequence[Stepper]) -> None:
-    """Raise unless each parameter that the checkpoint has is stepped by the same class of optimizer as when it was saved.
+def class_differences(run: SavedRun, index: CheckpointIndex, stepper: Stepper) -> list[str]:
+    """Say where the states that a checkpoint has of an optimizer's parameters are those of another class of optimizer.
 
     Raises:
-        IncompleteCheckpointError: it was saved without an optimizer.
-        MismatchError: it lists what differs.
+        IncompleteCheckpointError: stock Paddle wrote it, and it has none.
     """
-    if not run.optimizers:
-        raise IncompleteCheckpointError(f"'{index.path}' was saved without an optimizer; load it with optimizer=None")
-    class_of = {name: one.cls for one in run.optimizers for name in one.names}
-    way_out = "or load the model only, with optimizer=None"
-    for one in steppers:
-        other = sorted({class_of[name] for name in one.names if name in class_of} - {one.cls})
-        if other:
-            raise MismatchError(
-                f"'{index.path}' holds the state of {listing(other)}, and the optimizer is {one.cls}; its states don't fit, and "
-                f"nothing was changed. Use the same class, {way_out}"
-            )
-    unknown = [name for one in steppers for name in sorted(one.names) if name not in class_of and name in index]
-    if unknown:
-        raise MismatchError(
-            f"the checkpoint '{index.path}' doesn't fit the objects to load; nothing was changed: {len(unknown)} parameters "
-            f"of the optimizer were in no optimizer when it was saved: {listing(unknown)}. Give it the same parameters, {way_out}"
+    if run.tied is None:
+        return _stock_differences(index, stepper)
+    class_of = {name: one.cls for one in run.optimizers if one.cls is not None for name in one.names}
+    other = sorted({class_of[name] for name in stepper.names if name in class_of} - {stepper.cls})
+    return [f"it holds the states of {listing(other)}, and the optimizer is {stepper.cls}, whose states are others"] if other else []
+
+
+def _stock_differences(index: CheckpointIndex, stepper: Stepper) -> list[str]:
+    """Say where the states in a checkpoint of stock Paddle can't be those of the optimizer.
+
+    Raises:
+        IncompleteCheckpointError: there are none.
+    """
+    kept = entry_of(stepper.optimizer).states
+    held = {state for name, state in _stock_states(index.stored) if name in stepper.names} - {_MASTER_WEIGHT}
+    if kept and not held:
+        raise IncompleteCheckpointError(
+            f"'{index.path}' has no states of the parameters of {stepper.cls}; nothing was changed. If it was saved without an optimizer, "
+            'load it with parts={"model"}, or with optimizer=None'
         )
+    if held - kept.keys():
+        return [f"it holds {listing(sorted(held))} of parameters, and {stepper.cls} keeps {listing(kept)}, so its states don't fit"]
+    return []
 
 
 def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
     """Give each optimizer's scheduler the state of the one that was saved, and return what differs otherwise, in words."""
+    if run.tied is None:
+        return _open_questions(steppers, run)
     differences = []
     for stepper in steppers:
         for one in run.optimizers:
@@ -149,3 +206,16 @@ def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> list[s
                 differences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
                 break
     return [text for text in differences if text is not None]
+
+
+def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
+    """Say what a checkpoint of stock Paddle leaves open about the optimizers."""
+    sentences = [_STOCK_SAYS_LESS] if steppers else []
+    for one in steppers:
+        bare = [p.slot.name for p in one.parameters if p.slot.name not in run.with_gradient and not p.parameter.stop_gradient]
+        if bare and entry_of(one.optimizer).states:
+            sentences.append(
+                f"{len(bare)} parameters of {one.cls} have no states in it and were left without: {listing(bare)}; they had no gradient so "
+                "far, or were tied to others, or their states were not saved"
+            )
+    return sentences

@@ -21,6 +21,7 @@ from .fsdp import named_buffers, runtime_of
 from .host_memory import bytes_of
 from .meeting import absolute_path, check_same, digest_of, open_meeting
 from .optim import optimizer_list
+from .pieces import Piece
 from .saved_run import describe_optimizer
 from .state_dict import weights_to_store
 from .storage.agreement import COORDINATOR, exchange
@@ -29,7 +30,7 @@ from .storage.flex import piece_of, write_paddle_metadata
 from .storage.format import FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import read_headers
 from .storage.plan import check_complete
-from .storage.writer import write_rank_file
+from .storage.writer import estimate_nbytes, write_rank_file
 from .subjects import Subjects, check_subjects
 from .version import __version__
 
@@ -77,8 +78,8 @@ def save(
     saving = prepared[0]
 
     def write_files(directory: Path) -> FileRecord:
-        pieces = [(piece_of(key, weight), bytes_of(weight.local_tensor)) for key, weight in saving.weights.items()]
-        return write_rank_file(directory / rank_file_name(rendezvous.rank), pieces)
+        held = [(piece, bytes_of(saving.weights[piece.key].local_tensor)) for piece in saving.pieces]
+        return write_rank_file(directory / rank_file_name(rendezvous.rank), held)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         return Manifest(
@@ -102,6 +103,7 @@ def save(
         rendezvous,
         write_files=write_files,
         build_manifest=build_manifest,
+        nbytes=estimate_nbytes(saving.pieces),
         before_manifest=complete,
         token=token,
         overwrite=overwrite,
@@ -117,6 +119,7 @@ class _Saving:
     subjects: Subjects
     step: int | None
     weights: dict[str, ShardedWeight]
+    pieces: list[Piece]
 
 
 def _prepare(
@@ -133,7 +136,8 @@ def _prepare(
     runtime = runtime_of(model)
     if runtime is not None and runtime.gradients_pending:
         warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=4)
-    return _Saving(target, subjects, _check_step(step), weights_to_store(subjects, rank))
+    weights = weights_to_store(subjects, rank)
+    return _Saving(target, subjects, _check_step(step), weights, [piece_of(key, weight) for key, weight in weights.items()])
 
 
 def _check_step(step: Any) -> int | None:

@@ -17,6 +17,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import ShardingError, listing
 from .fsdp import (
+    Communicator,
     PaddleRuntime,
     ParameterShard,
     Runtime,
@@ -28,7 +29,7 @@ from .fsdp import (
     paddle_runtime_of,
     runtime_of,
 )
-from .layout import Slot
+from .layout import FlatBuffer, Slot
 from .optim import (
     OptimizerState,
     StateKind,
@@ -41,6 +42,7 @@ from .optim import (
     entry_of,
     fused,
     init_optimizer_state,
+    let_masters_follow,
     optimizer_shards,
     optimizer_states,
     parameter_groups,
@@ -77,11 +79,29 @@ class StateLoad(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """This rank's shard of one flat buffer.
+
+    Attributes:
+        layout: the whole buffer.
+        tensor: the live shard, 1-D.
+        trainable: whether optimizers step a slot's parameter, one a slot.
+    """
+
+    layout: FlatBuffer
+    tensor: paddle.Tensor
+    trainable: tuple[bool, ...]
+
+
 class Sharding(ABC):
     """How a model, and the optimizers that step it, are kept by the ranks."""
 
     is_plain = False
     """Whether every rank has all of everything."""
+
+    masters_follow_singly = True
+    """Whether the master weights of some parameters can follow these, and others stay."""
 
     @abstractmethod
     def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
@@ -105,14 +125,26 @@ class Sharding(ABC):
         """Let there be a gradient of zeros, or none, whatever there was; Paddle's runtime always has one."""
 
     @abstractmethod
-    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+    def values_written(
+        self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter], kept: Collection[str] = ()
+    ) -> None:
         """Let go of all that is out of date, and let master weights follow, after values were loaded. All ranks must call it.
 
         Args:
             model: whose parameters were loaded, or None.
             optimizers: whose states were loaded.
             stepped: their parameters.
+            kept: names of parameters of the model that were not loaded; their master weights stay.
         """
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks over which it is cut; this one alone where it is not."""
+        return Communicator(None)
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return this rank's shard of each flat buffer, in the same order on every rank; none where nothing is cut."""
+        return []
 
     @abstractmethod
     def warn_of_cuts(self) -> None:
@@ -185,7 +217,9 @@ class Plain(Sharding):
         else:
             parameter.parameter.clear_gradient(False)
 
-    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+    def values_written(
+        self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter], kept: Collection[str] = ()
+    ) -> None:
         """Let a backward know that the weights of its forward are gone."""
         if model is not None:
             for parameter in model.parameters():
@@ -197,6 +231,18 @@ class CutByUs(Sharding):
     """A model that :func:`paddle_fsdp_ckpt.fully_shard` cut."""
 
     runtime: Runtime
+
+    @property
+    def communicator(self) -> Communicator:
+        """The runtime's own."""
+        return self.runtime.communicator
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return the runtime's shards."""
+        self.runtime.check_unwritten()
+        return [
+            FlatShard(one.layout, one.shard, tuple(not own.parameter.stop_gradient for own in one.shards)) for one in self.runtime.buffers
+        ]
 
     def warn_of_cuts(self) -> None:
         """We cut where it loads right."""
@@ -246,14 +292,18 @@ class CutByUs(Sharding):
         assert isinstance(parameter, ParameterShard)
         parameter.reset_gradient(present)
 
-    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+    def values_written(
+        self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter], kept: Collection[str] = ()
+    ) -> None:
         """Release whole units, and tell the optimizers that were not loaded."""
         if model is None:
             return
         for unit in self.runtime.units:
             unit.changed()
-        loaded = {id(one) for one in stepped}
-        self.runtime.parameters_written([shard for shard in self.runtime.shards if id(shard) not in loaded])
+        loaded, kept_names = {id(one) for one in stepped}, set(kept)
+        self.runtime.parameters_written(
+            [shard for shard in self.runtime.shards if id(shard) not in loaded and not kept_names.intersection(shard.slot.names)]
+        )
 
 
 @dataclass(frozen=True)
@@ -261,6 +311,16 @@ class CutByPaddle(Sharding):
     """A model that Paddle's own ``paddle.distributed.fsdp.fully_shard`` cut."""
 
     runtime: PaddleRuntime
+    masters_follow_singly = False
+
+    @property
+    def communicator(self) -> Communicator:
+        """Over the group that Paddle cut it over."""
+        return Communicator(self.runtime.group)
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return the shards of Paddle's fused buffers."""
+        return [FlatShard(one.layout, one.live, (one.trainable,) * len(one.parameters)) for one in self.runtime.buffers]
 
     def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
         """Return views of the fused buffers' shards, and whole buffers."""
@@ -271,7 +331,9 @@ class CutByPaddle(Sharding):
         self.runtime.warn_of_cuts(stacklevel=4)
 
     def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
-        """Return the parameters in fused buffers."""
+        """Return the parameters in fused buffers, where nothing else of the process makes their training wrong."""
+        if optimizers:
+            fused.check_process(optimizers)
         return [fused.held_shards(one) for one in optimizers]
 
     def groups(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[list[str]]:
@@ -297,10 +359,12 @@ class CutByPaddle(Sharding):
     def reset_gradient(self, parameter: SteppedParameter, present: bool) -> None:
         """:meth:`values_written` has set all to zero."""
 
-    def values_written(self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter]) -> None:
+    def values_written(
+        self, model: nn.Layer | None, optimizers: Sequence[Any], stepped: Sequence[SteppedParameter], kept: Collection[str] = ()
+    ) -> None:
         """Let go of gathered buffers and gradients, and let the master weights of other optimizers follow."""
         if model is not None:
-            fused.let_masters_follow(self.runtime, optimizers)
+            let_masters_follow(self.runtime, optimizers)
         self.runtime.values_written()
 
 
@@ -361,6 +425,7 @@ def group_of(model: object, optimizers: Sequence[object]) -> Group | None:
 def init_states(optimizer: Any) -> None:
     """Create the states of an optimizer over what is cut."""
     if is_fused(optimizer):
+        fused.check_process([optimizer])
         fused.init_optimizer_state(optimizer)
     else:
         init_optimizer_state(optimizer)
@@ -369,6 +434,7 @@ def init_states(optimizer: Any) -> None:
 def states_of(optimizer: Any) -> dict[str, ShardedWeight]:
     """Return the states of an optimizer over what is cut."""
     if is_fused(optimizer):
+        fused.check_process([optimizer])
         return fused.optimizer_sharded_state_dict(optimizer)
     check_bound(optimizer)
     if not any(optimizer._accumulators.values()) and not optimizer._master_weights:

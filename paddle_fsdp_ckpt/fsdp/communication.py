@@ -67,19 +67,19 @@ class Communicator:
             shard = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
         return shard.astype(dtype)
 
-    def broadcast_from_first(self, tensor: paddle.Tensor) -> None:
-        """Overwrite ``tensor``, of any dtype, shape and strides, by the first rank's."""
+    def broadcast(self, tensor: paddle.Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor``, of any dtype, shape and strides, by that of the rank at place ``source`` in the group."""
         if self.alone or tensor.size == 0:
             return
         assert self.group is not None
-        first = self.group.ranks[0]
+        rank = self.group.ranks[source]
         if tensor.dtype in _BROADCAST_AS_THEY_ARE and tensor.is_contiguous():
-            dist.broadcast(tensor, src=first, group=self.group)
+            dist.broadcast(tensor, src=rank, group=self.group)
             return
         # gloo aborts the process on int16, and takes no strided tensors.
         with paddle.no_grad():
             copy = tensor.detach().reshape([-1]).clone()
-            dist.broadcast(copy.view("uint8"), src=first, group=self.group)
+            dist.broadcast(copy.view("uint8"), src=rank, group=self.group)
             paddle.assign(copy.reshape(tensor.shape), tensor)
 
     def sum(self, values: paddle.Tensor) -> paddle.Tensor:
@@ -95,6 +95,18 @@ class Communicator:
         tensor = paddle.to_tensor(values.astype(np.int32))
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return np.asarray(tensor.numpy())
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the text that each rank gave, in the order of the ranks."""
+        if self.alone:
+            return [text]
+        encoded = np.frombuffer(text.encode(), np.uint8)
+        longest = int(self.max_of_integers(np.array([len(encoded)], dtype=np.int32))[0])
+        # Padded with zeros, which no text holds; and never empty, since gloo sends nothing of no size.
+        padded = np.zeros(longest + 1, np.uint8)
+        padded[: len(encoded)] = encoded
+        gathered = self.all_gather(paddle.to_tensor(padded)).numpy().reshape([self.world_size, longest + 1])
+        return [row.tobytes().rstrip(b"\0").decode() for row in gathered]
 
     def raise_together(self, error: CheckpointError | None) -> None:
         """Raise on every rank where one has an error: its own there, and on the others one that names it. A collective operation.

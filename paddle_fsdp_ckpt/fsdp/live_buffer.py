@@ -45,7 +45,7 @@ class LiveBuffer:
             whole = paddle.zeros([self.layout.numel], dtype=self.layout.dtype)
             for slot, parameter in zip(self.layout.slots, parameters, strict=True):
                 paddle.assign(parameter.detach().reshape([-1]), flat_view(whole, slot.range))
-            self.communicator.broadcast_from_first(whole)
+            self.communicator.broadcast(whole)
             mine = self.layout.shard(self.communicator.rank)
             return whole if self.communicator.alone else whole[mine.start : mine.stop].clone()
 

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from typing import Any, ClassVar
 
 import paddle
 import paddle.distributed as dist
 
 from ..errors import ShardingError, listing
-
-_REGISTRIES = ("paddle.distributed.fsdp._fsdp_context", "paddle.distributed.auto_parallel.fully_shard_fusion")
-"""The modules that know the process's context; the first is the development version's, and knows both kinds."""
 
 _CONTEXT = (
     "model",
@@ -59,6 +55,9 @@ class PaddleContext(ABC):
 
     loses_partial_gradients: ClassVar[bool]
     """Whether a buffer's gradient is lost where one of its parameters got none, or where a backward follows another too soon."""
+
+    loses_set_values: ClassVar[bool]
+    """Whether values given to a parameter are lost without an error."""
 
     _context_attributes: ClassVar[tuple[str, ...]] = _CONTEXT
     _group_attributes: ClassVar[tuple[str, ...]] = _GROUP
@@ -152,6 +151,7 @@ class AutoParallelContext(PaddleContext):
     written_for = "3.3.1"
     averages_gradients = False
     loses_partial_gradients = True
+    loses_set_values = False
     _context_attributes = (*_CONTEXT, "mesh")
     _group_attributes = (*_GROUP, "params_use_cnt")
     _counts = ("grads_use_cnt", "params_use_cnt")
@@ -176,6 +176,7 @@ class ManualContext(PaddleContext):
     written_for = "3.4 (development, pull request 79724)"
     averages_gradients = True
     loses_partial_gradients = False
+    loses_set_values = True
     _group_attributes = (*_GROUP, "fsdp_group", "no_decay")
 
     @property
@@ -199,15 +200,26 @@ class ManualContext(PaddleContext):
 
 def registered_context() -> PaddleContext | None:
     """Return the context of the model that Paddle's own ``fully_shard`` cut last in this process, or None; nothing of it is checked."""
-    for name in _REGISTRIES:
-        try:
-            registry = import_module(name)
-        except ImportError:  # another version, which registers elsewhere
-            continue
-        raw = registry.get_fsdp_context() if hasattr(registry, "get_fsdp_context") else None
+    for raw in (_registered_by_development(), _registered_by_release()):
         if raw is not None:
             return AutoParallelContext(raw) if hasattr(raw, "mesh") else ManualContext(raw)
     return None
+
+
+def _registered_by_development() -> Any:
+    try:
+        from paddle.distributed.fsdp import _fsdp_context
+    except ImportError:  # a release
+        return None
+    return _fsdp_context.get_fsdp_context()
+
+
+def _registered_by_release() -> Any:
+    try:
+        from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
+    except ImportError:  # another version, which registers elsewhere
+        return None
+    return get_fsdp_context()
 
 
 def check_not_cut_before(what: str, parameters: Iterable[Any]) -> None:

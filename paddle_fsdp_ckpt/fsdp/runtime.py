@@ -288,7 +288,7 @@ class Runtime:
             dtype = "float64" if any(tensor.dtype == paddle.float64 for tensor in self.statistics) else "float32"
             mine = paddle.concat([tensor.detach().reshape([-1]).astype(dtype) for tensor in self.statistics])
             first = mine.clone()
-            self.communicator.broadcast_from_first(first)
+            self.communicator.broadcast(first)
             # From differences: where the ranks agree already, nothing is rounded.
             mean = first + self.communicator.sum(mine - first) / self.communicator.world_size
             parts = mean.split([int(tensor.size) for tensor in self.statistics])

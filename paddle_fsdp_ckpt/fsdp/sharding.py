@@ -104,7 +104,7 @@ def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradien
                 member.parameter._shard = shard
             index += len(members)
     for _, buffer_tensor in named_buffers(model):
-        communicator.broadcast_from_first(buffer_tensor)
+        communicator.broadcast(buffer_tensor)
         if isinstance(buffer_tensor, EagerParamBase):
             buffer_tensor._stays_whole = True
             runtime.statistics.append(buffer_tensor)

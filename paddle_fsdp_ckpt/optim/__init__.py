@@ -1,8 +1,12 @@
 """Optimizers on sharded models: what they keep, and how they step."""
 
-from .binding import bind_optimizer, binding_of, check_optimizer, optimizer_list, optimizer_shards, parameter_groups
-from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of
-from .fused import split_weight_decay
+from .binding import bind_optimizer, binding_of, check_is_optimizer, check_optimizer, optimizer_list, optimizer_shards, parameter_groups
+from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of, register_optimizer
+from .fused_decay import split_weight_decay
+from .fused_others import let_masters_follow
+from .fused_repair import PaddleRepair, repair_paddle_runtime
+from .hyperparameters import describe_hyperparameters, differences
+from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler
 from .registry import (
     OptimizerState,
     SteppedParameter,
@@ -20,22 +24,32 @@ __all__ = [
     "CATALOG",
     "OptimizerEntry",
     "OptimizerState",
+    "PaddleRepair",
     "StateKind",
     "SteppedParameter",
     "WholeParameter",
+    "bind_grad_scaler",
     "bind_optimizer",
     "binding_of",
     "check_bound",
+    "check_is_optimizer",
     "check_optimizer",
     "create_states",
+    "describe_grad_scaler",
+    "describe_hyperparameters",
     "describe_learning_rate",
+    "differences",
     "drop_states",
     "entry_of",
     "init_optimizer_state",
+    "let_masters_follow",
     "optimizer_list",
     "optimizer_shards",
     "optimizer_states",
     "parameter_groups",
+    "register_optimizer",
+    "repair_paddle_runtime",
+    "restore_grad_scaler",
     "restore_learning_rate",
     "split_weight_decay",
     "states_restored_on_error",

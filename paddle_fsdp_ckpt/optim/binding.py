@@ -68,8 +68,11 @@ def optimizer_shards(optimizer: Any) -> list[ParameterShard]:
         ShardingError: it holds parameters that are not sharded, or none.
     """
     check_parameters(optimizer)
-    parameters = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
-    return [parameter._shard for parameter in parameters if isinstance(parameter, ShardedParameter)]
+    return [shard for shards in _shards_of_groups(optimizer) for shard in shards]
+
+
+def _shards_of_groups(optimizer: Any) -> list[list[ParameterShard]]:
+    return [[one._shard for one in group["params"] if isinstance(one, ShardedParameter)] for group in parameter_groups(optimizer)]
 
 
 def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> None:
@@ -116,9 +119,9 @@ def check_is_optimizer(optimizer: Any) -> None:
         inner = wrapped
     if inner is not optimizer:
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} is around a {type(inner).__name__}, and would reduce, cut, scale or average by itself what "
-            f"fully_shard has cut; make the {type(inner).__name__} alone, without fleet.distributed_optimizer, group_sharded_parallel and "
-            "the like, and give that one and step it"
+            f"{type(optimizer).__name__} wraps {type(inner).__name__}, and would reduce, cut, scale or average by itself what "
+            f"fully_shard has cut; make {type(inner).__name__} alone, without fleet.distributed_optimizer, group_sharded_parallel and the "
+            "like, and give that one and step it"
         )
     if not isinstance(optimizer, paddle.optimizer.Optimizer):
         raise UnsupportedOptimizerError(f"{type(optimizer).__name__} is not an optimizer of paddle.optimizer")
@@ -166,6 +169,7 @@ class _Binding:
         self._step: Callable[[], Any] = optimizer.step
         self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
         self._is_unscaled = False
+        self._is_compared = False
         for runtime in self._runtimes:
             runtime.add_observer(self)
         optimizer.__dict__.update(
@@ -190,11 +194,20 @@ class _Binding:
                     paddle.assign(shard.local.astype(master.dtype), master)
 
     def _sharded_step(self) -> Any:
-        _check_paddles_own_runtime()
+        self._check_before_step()
         with ExitStack() as stack:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.stepping(_rates(self._optimizer)))
             return self._step()
+
+    def _check_before_step(self) -> None:
+        _check_paddles_own_runtime()
+        if not self._is_compared:
+            # Fleet's sharding leaves each rank's optimizer another part of the parameters.
+            for runtime in self._runtimes:
+                held = [[one.slot.name for one in shards if one.unit.runtime is runtime] for shards in _shards_of_groups(self._optimizer)]
+                runtime.communicator.check_same("what the optimizer holds", f"{type(self._optimizer).__name__} {held}")
+            self._is_compared = True
 
     def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
         """Let a loss scaler divide this rank's reduced gradients, and tell on all ranks whether any found an infinity. Collective.
@@ -202,7 +215,7 @@ class _Binding:
         Args:
             divide: does it for these parameters, and tells whether it found one.
         """
-        _check_paddles_own_runtime()
+        self._check_before_step()
         for runtime in self._runtimes:
             runtime.begin_step(_rates(self._optimizer))
         found = divide(self._shards)
@@ -224,7 +237,7 @@ class _Binding:
 
     def _collect_gradients(self, loss: paddle.Tensor, *_: Any, parameters: Sequence[Any] | None = None, **__: Any) -> list[tuple[Any, Any]]:
         # What minimize calls; Paddle's own reads gradients past the parameters' Python face.
-        _check_paddles_own_runtime()
+        self._check_before_step()
         for runtime in self._runtimes:
             runtime.begin_step(_rates(self._optimizer))
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]

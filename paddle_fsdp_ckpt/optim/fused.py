@@ -6,33 +6,41 @@ that owns it, or of that one's master weight.
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import paddle
-from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from ..errors import CheckpointError, MismatchError, ShardingError, UnsupportedOptimizerError, listing
-from ..fsdp.paddle_runtime import PaddleBuffer, PaddleRuntime, PaddleShard, flat_weight, paddle_runtime, replicated_weight
-from ..layout import Range
-from .catalog import CATALOG, OptimizerEntry, StateKind, state_name
+from ..errors import MismatchError, UnsupportedOptimizerError, listing
+from ..fsdp.paddle_contexts import check_not_cut_before
+from ..fsdp.paddle_runtime import PaddleShard, flat_weight, paddle_runtime, replicated_weight
+from .catalog import StateKind, state_name
+from .fused_checks import check_fused, check_gradients, fused_entry_of
+from .fused_others import check_others, is_repaired
+from .fused_repair import warn_of_harms
+from .fused_tensors import FusedTensor, fused_tensors, held_names, owner_of
 from .registry import MASTER_WEIGHT_KEY, OptimizerState
 
-_SPLIT_ATTRIBUTE = "_fused_decay_split"
 _ELEMENTWISE = StateKind.ELEMENTWISE
-
-FUSED_CATALOG: dict[str, OptimizerEntry] = {
-    name: CATALOG[name] for name in ("Adam", "AdamW", "Momentum", "SGD", "Adamax", "RMSProp", "NAdam", "RAdam", "Adadelta", "Adagrad")
-}
-"""The optimizers that can step fused buffers, and their states."""
 
 _REPEATED = {"NAdam": ("momentum_decay_pow", "beta2_pow", "mu_product"), "RAdam": ("beta1_pow", "beta2_pow", "rho")}
 """Numbers of which Paddle keeps a copy an element, unfused too, so that their keys are elementwise. A fused buffer has one value in all its
 copies, and RAdam reads the first, which may be padding."""
+
+
+def check_process(optimizers: Sequence[Any]) -> None:
+    """Check the process in which these optimizers step a model that Paddle's own ``fully_shard`` cut, and warn of its harms.
+
+    Raises:
+        ShardingError: as :func:`optimizer_sharded_state_dict`.
+        UnsupportedOptimizerError: the same, or something else in the process makes the training wrong.
+    """
+    runtimes = [check_fused(one) for one in optimizers]
+    check_others(runtimes[0], optimizers)
+    warn_of_harms(runtimes[0])
 
 
 def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
@@ -41,7 +49,7 @@ def optimizer_sharded_state_dict(optimizer: Any) -> dict[str, ShardedWeight]:
     The same keys and descriptions as our own runtime gives, see :func:`paddle_fsdp_ckpt.optimizer_sharded_state_dict`.
 
     Raises:
-        ShardingError: its parameters are not those of the model that Paddle's own ``fully_shard`` cut.
+        ShardingError: its parameters are not those of the model that Paddle's own ``fully_shard`` cut, or their last gradients were lost.
         UnsupportedOptimizerError: it can't step fused buffers right, or has a state that is not known.
     """
     init_optimizer_state(optimizer)
@@ -58,7 +66,7 @@ def init_optimizer_state(optimizer: Any) -> None:
     runtime = check_fused(optimizer)
     block = paddle.static.default_main_program().global_block()
     with paddle.no_grad():
-        optimizer._create_accumulators(block, [one.live for one in _fused_tensors(optimizer, runtime)])
+        optimizer._create_accumulators(block, [one.live for one in fused_tensors(optimizer, runtime)])
 
 
 def fused_states(optimizer: Any) -> list[OptimizerState]:
@@ -70,6 +78,9 @@ def fused_states(optimizer: Any) -> list[OptimizerState]:
         ShardingError: as :func:`optimizer_sharded_state_dict`.
         UnsupportedOptimizerError: the same.
     """
+    runtime = check_fused(optimizer)
+    if not is_repaired(runtime):  # else they are complete at the next step
+        check_gradients(runtime)
     return [state for state, _ in _states_and_owners(optimizer)]
 
 
@@ -77,8 +88,8 @@ def _states_and_owners(optimizer: Any) -> Iterator[tuple[OptimizerState, paddle.
     """Yield each state with the live tensor that holds it, and those of the other parameters of its buffer."""
     runtime = check_fused(optimizer)
     kinds = fused_entry_of(optimizer).states
-    fused = _fused_tensors(optimizer, runtime)
-    owned = {_owner(optimizer, one): one for one in fused}
+    fused = fused_tensors(optimizer, runtime)
+    owned = {owner_of(optimizer, one): one for one in fused}
     shards: dict[str, list[PaddleShard]] = defaultdict(list)
     for shard in runtime.shards:
         shards[shard.buffer.layout.name].append(shard)
@@ -229,9 +240,8 @@ def begin_load(optimizer: Any, stored: Collection[str] | None = None) -> FusedLo
 def _drop_absent(optimizer: Any, stored: Collection[str]) -> None:
     """Let fused updates have no states, none of whose parameters is in ``stored``."""
     runtime = check_fused(optimizer)
-    for one in _fused_tensors(optimizer, runtime):
-        start = one.buffer.layout.shard(runtime.rank).start
-        names = [slot.name for slot in one.buffer.layout.slots if slot.range.intersect(one.within.shift(start)).numel]
+    for one in fused_tensors(optimizer, runtime):
+        names = one.slot_names(runtime.rank)
         absent = [name for name in names if name not in stored]
         if len(absent) < len(names) and absent:
             raise MismatchError(
@@ -240,33 +250,11 @@ def _drop_absent(optimizer: Any, stored: Collection[str]) -> None:
                 "with paddle_fsdp_ckpt.fully_shard, or load the model only, with optimizer=None"
             )
         if absent or not names:  # padding alone starts afresh
-            owner = _owner(optimizer, one)
+            owner = owner_of(optimizer, one)
             for tensors in optimizer._accumulators.values():
                 tensors.pop(owner, None)
             optimizer._master_weights.pop(one.live.name, None)
             optimizer._already_create_accumulator.discard(one.live.name)
-
-
-def let_masters_follow(runtime: PaddleRuntime, loaded: Sequence[Any]) -> None:
-    """Give the master weights of all optimizers that step this model, but those in ``loaded``, the values of its weights.
-
-    Paddle's runtime doesn't know the optimizers of its model, so they are looked for in memory.
-    """
-    if all(buffer.layout.dtype not in ("float16", "bfloat16") for buffer in runtime.buffers):
-        return
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), paddle.optimizer.Optimizer)]
-    for optimizer in optimizers:
-        if any(optimizer is one for one in loaded) or not optimizer._master_weights:
-            continue
-        try:
-            check_fused(optimizer)
-        except CheckpointError:  # it steps something else, or can't step this
-            continue
-        with paddle.no_grad():
-            for fused in _fused_tensors(optimizer, runtime):
-                master = optimizer._master_weights.get(fused.live.name)
-                if master is not None:
-                    paddle.assign(fused.live.astype(master.dtype), master)
 
 
 def held_shards(optimizer: Any) -> list[PaddleShard]:
@@ -277,261 +265,27 @@ def held_shards(optimizer: Any) -> list[PaddleShard]:
         UnsupportedOptimizerError: the same.
     """
     shards = {shard.parameter.name: shard for shard in check_fused(optimizer).shards}
-    return [shards[cut] for cut in _held(optimizer, shards).values()]
+    return [shards[cut] for cut in held_names(optimizer, shards).values()]
 
 
 def steps_fused_buffers(optimizer: Any) -> bool:
     """Tell whether an optimizer holds parameters of the model that Paddle's own ``fully_shard`` cut in this process.
 
     Raises:
-        ShardingError: that model is cut in a way that can't be read.
+        ShardingError: that model is cut in a way that can't be read, or the optimizer's was cut before it.
     """
     runtime = paddle_runtime()
-    if runtime is None:
-        return False
-    cut = {shard.parameter.name for shard in runtime.shards}
     groups = optimizer._param_groups or []
     held = [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
-    return any(one.name in cut or f"{one.name}.dist" in cut for one in held)
-
-
-def split_weight_decay(model: nn.Layer, optimizer: Any) -> None:
-    """Let ``apply_decay_param_fun`` decide for each parameter of a model that Paddle's own ``fully_shard`` cut, as it does unfused.
-
-    Paddle asks it with the fused buffer's name, once for all its parameters. Here it is asked with the name of each parameter that the
-    optimizer holds, and where the parameters of a buffer differ, the optimizer steps the buffer in several parts, each of parameters of
-    one kind. Only this optimizer object is changed; the buffers and their communication stay.
-
-    Args:
-        model: cut by Paddle's own ``fully_shard``.
-        optimizer: an AdamW that has not stepped yet. One without ``apply_decay_param_fun`` stays as it is.
-
-    Raises:
-        ShardingError: as :func:`check_fused`.
-        UnsupportedOptimizerError: it has states already.
-    """
-    runtime = check_fused(optimizer, decay=False)
-    if runtime.model is not model:
-        raise ShardingError(f"split_weight_decay: the {type(model).__name__} given is not the model that Paddle's fully_shard cut")
-    if getattr(optimizer, "_apply_decay_param_fun", None) is None or _SPLIT_ATTRIBUTE in optimizer.__dict__:
-        return
-    if any(optimizer._accumulators.values()) or optimizer._master_weights:
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} has states of whole fused buffers already; call split_weight_decay before its first step"
-        )
-    optimizer.__dict__[_SPLIT_ATTRIBUTE] = _DecaySplit(optimizer, runtime)
-
-
-def check_fused(optimizer: Any, *, decay: bool = True) -> PaddleRuntime:
-    """Return the runtime whose fused buffers an optimizer steps.
-
-    Args:
-        optimizer: the optimizer.
-        decay: check ``apply_decay_param_fun`` too.
-
-    Raises:
-        ShardingError: no model is cut by Paddle's own ``fully_shard``, or its parameters are not those of that model.
-        UnsupportedOptimizerError: it, or a setting of it or of its parameters, can't step fused buffers right.
-    """
-    fused_entry_of(optimizer)
-    runtime = paddle_runtime()
-    if runtime is None:
-        raise ShardingError(f"{type(optimizer).__name__}: no model in this process was cut by paddle.distributed.fsdp.fully_shard")
-    problems = [*_problems_of_optimizer(optimizer), *_problems_of_parameters(optimizer, runtime)]
-    if problems:
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} can't step the fused buffers of Paddle's fully_shard right: {'; '.join(problems)}. Change that, "
-            "or use paddle_fsdp_ckpt.fully_shard"
-        )
-    _check_parameters(optimizer, runtime)
-    if decay:
-        _check_decay(optimizer, runtime)
-    owners = {_owner(optimizer, one) for one in _fused_tensors(optimizer, runtime)}
-    strange = sorted({owner for tensors in optimizer._accumulators.values() for owner in tensors} - owners)
-    if strange:
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} has states of something else than fused buffers: {listing(strange)}; make it anew, so that it has "
-            "not stepped before fully_shard"
-        )
-    return runtime
-
-
-def fused_entry_of(optimizer: Any) -> OptimizerEntry:
-    """Return the states of an optimizer that can step fused buffers.
-
-    Raises:
-        UnsupportedOptimizerError: it can't, or is not known.
-    """
-    cls = type(optimizer)
-    entry = FUSED_CATALOG.get(cls.__name__) if cls.__module__.startswith("paddle.optimizer") else None
-    if entry is None:
-        raise UnsupportedOptimizerError(
-            f"{cls.__module__}.{cls.__name__} can't step the fused buffers of paddle.distributed.fsdp.fully_shard right; supported are "
-            f"{', '.join(FUSED_CATALOG)} of paddle.optimizer"
-        )
-    return entry
-
-
-def _problems_of_optimizer(optimizer: Any) -> Iterator[str]:
-    if any(isinstance(group, dict) for group in optimizer._param_groups or []):
-        yield "with param groups Paddle steps all buffers once for each group, and ignores what the groups say"
-    clip = optimizer._grad_clip
-    if clip is not None and type(clip) not in (nn.ClipGradByGlobalNorm, nn.ClipGradByValue):
-        yield f"{type(clip).__name__} takes the norm of this rank's part of a buffer for that of a parameter"
-    if getattr(optimizer, "_lr_ratio", None) is not None:
-        yield "lr_ratio is asked with a buffer, not with a parameter"
-    if getattr(optimizer, "_use_multi_tensor", False):
-        yield "use_multi_tensor=True keeps its states elsewhere"
-
-
-def _problems_of_parameters(optimizer: Any, runtime: PaddleRuntime) -> Iterator[str]:
-    for buffer in runtime.buffers:
-        if not buffer.trainable:
-            continue
-        named = [(slot.name, parameter) for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)]
-        rates = {name: (parameter.optimize_attr or {}).get("learning_rate", 1.0) for name, parameter in named}
-        if len(set(rates.values())) > 1:
-            rate = (buffer.live.optimize_attr or {}).get("learning_rate", 1.0)
-            yield f"its learning rate for all of '{buffer.live.name}' is {rate} times its own, and ParamAttr says otherwise for " + listing(
-                name for name, own in rates.items() if own != rate
-            )
-        regularized = [name for name, parameter in named if getattr(parameter, "regularizer", None) is not None]
-        if regularized:
-            yield f"the regularizers of single parameters are lost: {listing(regularized)}"
-        unclipped = [name for name, parameter in named if not getattr(parameter, "need_clip", True)]
-        if unclipped and optimizer._grad_clip is not None:
-            yield f"need_clip=False is lost: {listing(unclipped)}"
-
-
-def _check_parameters(optimizer: Any, runtime: PaddleRuntime) -> None:
-    """Raise unless the optimizer holds the trainable parameters of the model that is cut, and no others."""
-    name = type(optimizer).__name__
-    slots = {shard.parameter.name: shard.slot.name for shard in runtime.shards}
-    trainable = {one.name for buffer in runtime.buffers if buffer.trainable for one in buffer.parameters}
-    held = _held(optimizer, slots)
-    foreign = sorted(own for own, cut in held.items() if cut not in slots)
-    if foreign:
-        raise ShardingError(
-            f"{name} holds {len(foreign)} parameters that are not of the model that paddle.distributed.fsdp.fully_shard cut: "
-            f"{listing(foreign)}. Paddle lets every optimizer of the process step that model; use one model and one optimizer"
-        )
-    left_out = trainable - set(held.values())
-    if left_out:
-        raise ShardingError(
-            f"{name} doesn't hold {len(left_out)} of the model's trainable parameters, and Paddle would step them all the same: "
-            f"{listing(sorted(slots[one] for one in left_out))}; give it model.parameters()"
-        )
-
-
-def _held(optimizer: Any, cut: Collection[str]) -> dict[str, str]:
-    """Return the names of the parameters that an optimizer holds, and those of the same parameters once they are cut.
-
-    Paddle makes new parameters in ``fully_shard``; an optimizer made before that holds the old ones.
-    """
-    return {one.name: one.name if one.name in cut else f"{one.name}.dist" for one in optimizer._param_groups or []}
-
-
-def _check_decay(optimizer: Any, runtime: PaddleRuntime) -> None:
-    ask, split = getattr(optimizer, "_apply_decay_param_fun", None), optimizer.__dict__.get(_SPLIT_ATTRIBUTE)
-    if split is not None and split.context is not runtime.context:
-        raise UnsupportedOptimizerError(f"{type(optimizer).__name__}: its weight decay was split for another model; make it anew")
-    if ask is None or split is not None:
-        return
-    decays = _real_decay(optimizer, runtime)
-    wrong = [
-        slot.name
-        for buffer in runtime.buffers
-        if buffer.trainable
-        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)
-        if decays[parameter.name] != bool(ask(buffer.live.name))
-    ]
-    if wrong:
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__}: Paddle asks apply_decay_param_fun with the names of fused buffers, so weight decay is wrong for "
-            f"{len(wrong)} parameters: {listing(wrong)}; call split_weight_decay(model, optimizer) before the first step"
-        )
-
-
-def _real_decay(optimizer: Any, runtime: PaddleRuntime) -> dict[str, bool]:
-    """Return what the callback says of each parameter that is cut, asked with the name of the one that the optimizer holds."""
-    names = {parameter.name for buffer in runtime.buffers for parameter in buffer.parameters}
-    return {cut: bool(optimizer._apply_decay_param_fun(own)) for own, cut in _held(optimizer, names).items()}
-
-
-@dataclass(frozen=True, eq=False)
-class _FusedTensor:
-    """What one fused update steps: a buffer's shard, or a range of it."""
-
-    live: paddle.Tensor
-    buffer: PaddleBuffer
-    within: Range
-
-
-class _DecaySplit:
-    """On one optimizer: fused updates that each cover parameters of one kind, and a callback that knows which."""
-
-    def __init__(self, optimizer: Any, runtime: PaddleRuntime) -> None:
-        self.context = runtime.context
-        self.tensors: list[_FusedTensor] = []
-        self._decays: dict[str, bool] = {}
-        real = _real_decay(optimizer, runtime)
-        for buffer in runtime.buffers:
-            if buffer.trainable:
-                kinds = [real[parameter.name] for parameter in buffer.parameters]
-                for one, kind in _cut_by_kind(buffer, kinds, runtime.rank):
-                    self.tensors.append(one)
-                    self._decays[one.live.name] = kind
-        self._step: Callable[..., Any] = optimizer._create_optimization_pass
-        optimizer._apply_decay_param_fun = self._decays.__getitem__
-        optimizer._create_optimization_pass = self._step_parts
-
-    def _step_parts(self, parameters_and_grads: Any, *args: Any, **kwargs: Any) -> Any:
-        gradients = {buffer.name: gradient for buffer, gradient in parameters_and_grads}
-        parts = []
-        for one in self.tensors:
-            gradient = gradients[one.buffer.live.name]
-            whole = one.within.numel == one.buffer.layout.shard_numel
-            parts.append((one.live, gradient if whole else gradient._slice(one.within.start, one.within.stop)))
-        return self._step(parts, *args, **kwargs)
-
-
-def _cut_by_kind(buffer: PaddleBuffer, kinds: Sequence[bool], rank: int) -> Iterator[tuple[_FusedTensor, bool]]:
-    """Yield the parts of this rank's shard whose parameters are of one kind; padding goes with the parameter before it."""
-    shard = buffer.layout.shard(rank)
-    slots = buffer.layout.slots
-    starts = [i for i in range(len(slots)) if i == 0 or kinds[i] != kinds[i - 1]]
-    for first, after in zip(starts, [*starts[1:], None], strict=True):
-        stop = buffer.layout.numel if after is None else slots[after].offset
-        within = Range(slots[first].offset, stop).intersect(shard)
-        if not within.numel:
-            continue
-        within = within.shift(-shard.start)
-        live = buffer.live
-        if within.numel < shard.numel:
-            live = live._slice(within.start, within.stop)
-            live.name = f"{buffer.live.name}_part_{first}"
-            live.stop_gradient = buffer.live.stop_gradient
-            live.optimize_attr = buffer.live.optimize_attr
-        yield _FusedTensor(live, buffer, within), kinds[first]
-
-
-def _fused_tensors(optimizer: Any, runtime: PaddleRuntime) -> list[_FusedTensor]:
-    """Return what the optimizer's updates step."""
-    split = optimizer.__dict__.get(_SPLIT_ATTRIBUTE)
-    if split is not None:
-        return list(split.tensors)
-    return [_FusedTensor(one.live, one, Range(0, one.layout.shard_numel)) for one in runtime.buffers if one.trainable]
-
-
-def _owner(optimizer: Any, fused: _FusedTensor) -> str:
-    """Return the name under which the states of a fused tensor are filed: its master weight's where there is one."""
-    name: str = fused.live.name
-    master = optimizer._master_weights.get(name)
-    return name if master is None else str(master.name)
+    cut = set() if runtime is None else {shard.parameter.name for shard in runtime.shards}
+    if any(one.name in cut or f"{one.name}.dist" in cut for one in held):
+        return True
+    check_not_cut_before(f"the parameters of this {type(optimizer).__name__}", held)
+    return False
 
 
 def _pieces(
-    shards: Sequence[PaddleShard], fused: _FusedTensor, suffix: str, kind: StateKind, tensor: paddle.Tensor
+    shards: Sequence[PaddleShard], fused: FusedTensor, suffix: str, kind: StateKind, tensor: paddle.Tensor
 ) -> Iterator[tuple[OptimizerState, paddle.Tensor]]:
     shape = list(tensor.shape)
     if shape not in ([[], [1]] if kind is StateKind.SCALAR else [[fused.within.numel]]):

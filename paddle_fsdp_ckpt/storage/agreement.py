@@ -6,12 +6,18 @@ Built on a key-value store rather than on collectives, so that a rank that died 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import CheckpointError, RankFailedError, listing
 from .format import JsonValue
+from .system_errors import describe_error
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
+_FIRST_WORD_SECONDS = 30.0
+"""After how long a wait rank 0 says for whom it waits; it says so again after twice that, and so on."""
 
 _NO_ANSWER = "no answer within {:g} s; it was killed, hangs, is slower than that, or never made this call, which all ranks must make"
 
@@ -42,6 +48,10 @@ class Rendezvous(Protocol):
         Raises:
             TimeoutError: it was not there in time.
         """
+        ...
+
+    def forget(self, key: str) -> None:
+        """Free the memory of what was put under ``key``, which nobody will ask for again."""
         ...
 
 
@@ -149,13 +159,13 @@ def _collect(
     """Return the parts of all ranks, and the failures of those that had one or did not answer."""
     parts: list[JsonValue] = []
     failures: dict[int, str] = {}
-    deadline = time.monotonic() + timeout_seconds
+    wait = _Wait(rendezvous, token, timeout_seconds)
     for rank in range(rendezvous.world_size):
         if rank == COORDINATOR:
             value, text = part, None if failure is None else _describe(failure)
         else:
             try:
-                value, text = json.loads(rendezvous.get(f"{token}/report/{rank}", max(0.0, deadline - time.monotonic())))
+                value, text = json.loads(wait.report(rank))
             except TimeoutError:
                 value, text = None, _NO_ANSWER.format(timeout_seconds)
             except Exception as error:  # noqa: BLE001 - each kind of store has its own exceptions
@@ -166,6 +176,59 @@ def _collect(
     return parts, failures
 
 
+class _Wait:
+    """How long rank 0 waits for the reports of the others, and when it says for whom."""
+
+    def __init__(self, rendezvous: Rendezvous, token: str, timeout_seconds: float) -> None:
+        self._rendezvous = rendezvous
+        self._token = token
+        self._start = time.monotonic()
+        self._timeout = timeout_seconds
+        self._next_word = _FIRST_WORD_SECONDS
+
+    def report(self, rank: int) -> bytes:
+        """Return what a rank reported.
+
+        Raises:
+            TimeoutError: nothing, until the time was over for all.
+        """
+        key = self._key(rank)
+        while True:
+            pause = min(self._timeout, self._next_word)
+            try:
+                report = self._rendezvous.get(key, max(0.0, pause - (time.monotonic() - self._start)))
+            except TimeoutError:
+                if pause == self._timeout:
+                    raise
+                self._say_for_whom(rank)
+                self._next_word *= 2
+            else:
+                self._rendezvous.forget(key)
+                return report
+
+    def _key(self, rank: int) -> str:
+        return f"{self._token}/report/{rank}"
+
+    def _say_for_whom(self, first: int) -> None:
+        missing = [rank for rank in range(first, self._rendezvous.world_size) if not self._is_there(rank)]
+        if missing:
+            _LOG.warning(
+                "rank %d has waited %.0f s for ranks %s (%s), and gives up after %g s",
+                COORDINATOR,
+                time.monotonic() - self._start,
+                listing(map(str, missing)),
+                self._token,
+                self._timeout,
+            )
+
+    def _is_there(self, rank: int) -> bool:
+        try:
+            self._rendezvous.get(self._key(rank), 0.0)
+        except TimeoutError:
+            return False
+        return True
+
+
 def _tell(rendezvous: Rendezvous, token: str, part: JsonValue, failure: BaseException | None) -> None:
     _put(rendezvous, f"{token}/report/{rendezvous.rank}", [part, None if failure is None else _describe(failure)])
 
@@ -174,7 +237,7 @@ def _put(rendezvous: Rendezvous, key: str, value: JsonValue) -> None:
     try:
         rendezvous.put(key, json.dumps(value).encode())
     except Exception as error:
-        raise RankFailedError(f"rank {rendezvous.rank} can't reach the other ranks: {_describe(error)}") from error
+        raise RankFailedError(f"rank {rendezvous.rank} can't reach rank {COORDINATOR} and the others: {_describe(error)}") from error
 
 
 def _hear(rendezvous: Rendezvous, token: str, timeout_seconds: float) -> tuple[JsonValue, str | None]:
@@ -190,7 +253,7 @@ def _hear(rendezvous: Rendezvous, token: str, timeout_seconds: float) -> tuple[J
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, (CheckpointError, _Problem)) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (CheckpointError, _Problem)) else describe_error(error)
 
 
 def _say(failures: dict[int, str]) -> str:

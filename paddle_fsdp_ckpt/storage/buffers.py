@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -28,17 +28,33 @@ def as_bytes(buffer: object, what: str) -> memoryview:
     return np.frombuffer(view, np.uint8).data if view.nbytes else memoryview(bytearray())
 
 
-def write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
-    """Write the buffers, none of them empty, one after another to the descriptor's position.
+def in_groups(buffers: Iterable[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """Yield all bytes of the buffers, in order, in groups that one system call takes: at most ``nbytes`` bytes each; none empty."""
+    group: list[memoryview] = []
+    room = nbytes
+    for buffer in buffers:
+        start = 0
+        while start < len(buffer):
+            part = buffer[start : start + room]
+            group.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room or len(group) == _IOV_MAX:
+                yield group
+                group, room = [], nbytes
+    if group:
+        yield group
+
+
+def write_group(descriptor: int, group: Sequence[memoryview]) -> None:
+    """Write a group of :func:`in_groups` to the descriptor's position.
 
     Raises:
         OSError: the system refused.
     """
-    for first in range(0, len(buffers), _IOV_MAX):
-        group = buffers[first : first + _IOV_MAX]
+    written = os.writev(descriptor, group)
+    while group := _rest(group, written):
         written = os.writev(descriptor, group)
-        while group := _rest(group, written):
-            written = os.writev(descriptor, group)
 
 
 def read_all(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -4,7 +4,8 @@ The steps, each a point at which all ranks go on or all raise:
 
 1. All ranks name the target; rank 0 refuses what it can't replace, clears what dead saves to it left behind, and makes a
    staging directory beside it.
-2. All ranks look for the staging directory; who doesn't see it shares no file system with rank 0.
+2. All ranks look for the staging directory; who doesn't see it shares no file system with rank 0. Rank 0 refuses to go on where there
+   is not enough room for all.
 3. Each rank writes and fsyncs its file; rank 0 adds the manifest, fsyncs, renames the staging directory to the target, and
    fsyncs the parent.
 
@@ -20,12 +21,14 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..errors import RankFailedError, TargetExistsError
+from ..errors import CheckpointError, RankFailedError, TargetExistsError
 from .agreement import COORDINATOR, Rendezvous, exchange
 from .format import (
     MANIFEST_NAME,
+    PADDLE_METADATA_NAME,
     FileRecord,
     JsonValue,
     Manifest,
@@ -34,6 +37,7 @@ from .format import (
     replaced_name,
     staging_name,
 )
+from .writer import record_of
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 _NONCE_NAME = ".nonce"
@@ -45,11 +49,12 @@ def commit_checkpoint(
     *,
     write_files: Callable[[Path], FileRecord],
     build_manifest: Callable[[Sequence[FileRecord]], Manifest],
+    nbytes: int,
     token: str,
     before_manifest: Callable[[Path, Sequence[FileRecord]], None] | None = None,
     overwrite: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-) -> Manifest:
+) -> None:
     """Write a checkpoint from all ranks, and make it visible as ``directory`` by one rename. All ranks must call.
 
     Args:
@@ -57,16 +62,16 @@ def commit_checkpoint(
         rendezvous: the ranks that save.
         write_files: writes this rank's file, :func:`~.format.rank_file_name` of its rank, into the directory that it is given,
             and returns its record, as :func:`~.writer.write_rank_file` does.
-        build_manifest: called on rank 0 with the records in the order of the ranks; its ``files`` must be these.
+        build_manifest: called on rank 0 with the records in the order of the ranks; its ``files`` must be these. What the manifest says
+            of ``0.metadata`` is added here.
+        nbytes: about how many bytes this rank will write.
         token: unique for this save in the life of the job, the same on all ranks.
         before_manifest: called on rank 0 with the staging directory and the records, to add files; they are fsynced here.
         overwrite: replace a checkpoint that is there, as a whole. Anything that is no checkpoint of ours is never replaced.
         timeout_seconds: how much later than rank 0 any rank may reach each step, writing included, and rank 0 than any other.
 
-    Returns:
-        The manifest, on every rank.
-
     Raises:
+        CheckpointError: on rank 0, there is not enough room; nothing was written.
         TargetExistsError: on rank 0, the target is there and may not be replaced.
         RankFailedError: on every other rank then; and on all ranks where a rank failed or did not answer. The target is as it
             was, and what was written is removed, unless it was rank 0 that vanished: then the save may have succeeded. A rank whose
@@ -88,24 +93,28 @@ def commit_checkpoint(
         (made[0] / _NONCE_NAME).write_text(nonce)
         return [str(made[0]), nonce]
 
-    def finish(values: list[JsonValue]) -> JsonValue:
+    def look(staging: Path, nonce: str) -> JsonValue:
+        _check_sees(staging, nonce)
+        return nbytes
+
+    def finish(values: list[JsonValue]) -> None:
         records = tuple(FileRecord.from_json(value) for value in values)
-        manifest = _complete(made[0], records, build_manifest, before_manifest)
+        _complete(made[0], records, build_manifest, before_manifest)
         real_target = Path(os.path.realpath(target))
         _check_replaceable(real_target, overwrite)
         _make_visible(made[0], real_target, nonce)
-        return manifest.to_json()
 
     try:
         opened = exchange(rendezvous, f"{token}/open", lambda: str(target), open_staging, timeout_seconds)
         staging = Path(opened[0])
-        exchange(rendezvous, f"{token}/see", lambda: _check_sees(staging, opened[1]), lambda _: None, timeout_seconds)
-        text = exchange(rendezvous, f"{token}/write", lambda: _write(staging, rendezvous.rank, write_files), finish, timeout_seconds)
+        exchange(
+            rendezvous, f"{token}/see", lambda: look(staging, opened[1]), lambda sizes: _check_room(staging, sum(sizes)), timeout_seconds
+        )
+        exchange(rendezvous, f"{token}/write", lambda: _write(staging, rendezvous.rank, write_files), finish, timeout_seconds)
     except BaseException:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    return Manifest.from_json(text)
 
 
 def heal_target(directory: Path) -> bool:
@@ -149,8 +158,7 @@ def _clear_left_overs(target: Path) -> None:
     for path in _left_overs(target, "staging"):
         shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(target / MANIFEST_NAME):
-        for path in _left_overs(target, "replaced"):
-            _remove_checkpoint(path)
+        _remove_replaced(target)
 
 
 def _left_overs(target: Path, kind: str) -> list[Path]:
@@ -172,6 +180,18 @@ def _check_sees(staging: Path, nonce: str) -> None:
         )
 
 
+def _check_room(staging: Path, nbytes: int) -> None:
+    status = os.statvfs(staging)
+    # What a file system keeps back for root, root can have.
+    free = (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
+    # Some file systems can't say how large they are.
+    if status.f_blocks and free < nbytes:
+        raise CheckpointError(
+            f"not enough room in '{staging.parent}': the checkpoint needs about {nbytes} bytes, and {free} are free; nothing was written. "
+            "Make room there, or save elsewhere. (A checkpoint that is to be replaced is needed until the new one is there.)"
+        )
+
+
 def _write(staging: Path, rank: int, write_files: Callable[[Path], FileRecord]) -> JsonValue:
     record = write_files(staging)
     if record.name != rank_file_name(rank):
@@ -184,7 +204,7 @@ def _complete(
     records: Sequence[FileRecord],
     build_manifest: Callable[[Sequence[FileRecord]], Manifest],
     before_manifest: Callable[[Path, Sequence[FileRecord]], None] | None,
-) -> Manifest:
+) -> None:
     """Add all that is missing for a checkpoint to the staging directory, and bring it to the disk."""
     for record in records:
         size = (staging / record.name).stat().st_size
@@ -195,6 +215,8 @@ def _complete(
     manifest = build_manifest(records)
     if manifest.files != tuple(records) or manifest.world_size != len(records):
         raise ValueError("build_manifest returned other files or ranks than it was given")
+    if (staging / PADDLE_METADATA_NAME).exists():
+        manifest = replace(manifest, paddle_metadata=record_of(staging / PADDLE_METADATA_NAME))
     (staging / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     (staging / _NONCE_NAME).unlink()
     written = {record.name for record in records}
@@ -202,7 +224,6 @@ def _complete(
         if path.name not in written:
             _fsync(path)
     _fsync(staging)
-    return manifest
 
 
 def _make_visible(staging: Path, target: Path, nonce: str) -> None:
@@ -217,16 +238,16 @@ def _make_visible(staging: Path, target: Path, nonce: str) -> None:
             os.rename(old, target)
         raise
     _fsync(target.parent)
-    if replaces:
-        _remove_checkpoint(old)
+    _remove_replaced(target)
 
 
-def _remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint that nobody needs; what can't be removed now is removed by the next save."""
-    # Without its manifest first, a half-removed checkpoint could be given its name back.
-    with contextlib.suppress(OSError):
-        (path / MANIFEST_NAME).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+def _remove_replaced(target: Path) -> None:
+    """Remove the checkpoints that ``target``, which is there, replaced; what can't be removed now is removed by the next save."""
+    for path in _left_overs(target, "replaced"):
+        # Unless its manifest goes first, a half-removed checkpoint could be given its name back.
+        with contextlib.suppress(OSError):
+            (path / MANIFEST_NAME).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_parents(path: Path) -> None:

@@ -5,24 +5,28 @@ A checkpoint directory of format version 1 holds, and needs, only
 - ``manifest.json``, written last: see :class:`Manifest`;
 - ``{rank}_0.safetensors`` for each rank that saved: see :mod:`~paddle_fsdp_ckpt.storage.header`.
 
-``0.metadata`` lies beside them for stock Paddle; nothing here reads it.
+``0.metadata`` lies beside them for stock Paddle; nothing here reads it, but the manifest records its digests too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn, TypeAlias, cast
 
 from ..errors import NewerFormatError, UnsafeCheckpointError
+from .digests import DIGEST_LENGTH, count_chunks, digest
 
 FORMAT_VERSION = 1
 """What this version of the package writes. It reads this one and all older ones."""
 
 MANIFEST_NAME = "manifest.json"
 PADDLE_METADATA_NAME = "0.metadata"
+
+MAX_MANIFEST_NBYTES = 1 << 28
+"""The largest manifest that we write or read; enough for the digests of 16 TiB."""
 
 DTYPE_CODES: dict[str, str] = {
     "float64": "F64",
@@ -58,6 +62,11 @@ DTYPE_NBYTES: dict[str, int] = {
 JsonValue: TypeAlias = Any
 """None, bool, int, float, str, a list of such, or a dict of such with str keys; see :func:`check_json`."""
 
+_LONGEST_TEXT = 1000
+_MAX_COUNT = (1 << 63) - 1
+_SEAL = ',\n "digest": "'
+_SEAL_END = '"\n}\n'
+_DIGESTS = re.compile("[0-9a-f]*", re.ASCII)
 _RANK_FILE_NAME = re.compile(r"(0|[1-9][0-9]{0,9})_0\.safetensors", re.ASCII)
 _LEFT_OVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>staging|replaced)-[0-9a-f]{16}", re.DOTALL)
 
@@ -75,7 +84,7 @@ def check_rank_file_name(name: str) -> None:
     """
     if not _RANK_FILE_NAME.fullmatch(name):
         raise UnsafeCheckpointError(
-            f"the checkpoint names a file {name!r}, which isn't of the form 'N_0.safetensors' and may lead out of its directory; "
+            f"the checkpoint names a file {name!r:.200}, which isn't of the form 'N_0.safetensors' and may lead out of its directory; "
             "it was not opened. Don't use this checkpoint, its manifest was edited"
         )
 
@@ -119,42 +128,56 @@ def utc_now() -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says about one rank's file.
+    """What is known of one file of a checkpoint; of a rank's file unless it says otherwise.
 
     Attributes:
         name: see :func:`rank_file_name`.
         size: of the whole file, in bytes.
         pieces: how many pieces it holds.
-        digests: hexadecimal digests of the file's parts, in the order of the file. Format version 1 allows it to be empty:
-            then only sizes and descriptions can be checked.
+        digests: of its chunks, one behind the other; see :mod:`.digests`. Empty where none are known, in directories of stock Paddle.
+        header_nbytes: how many bytes at the start of the file are its header and the header's length, digested as a chunk of their own.
     """
 
     name: str
     size: int
     pieces: int
-    digests: tuple[str, ...] = ()
+    digests: str = field(default="", repr=False)
+    header_nbytes: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the file has, and so how many digests, where it has any."""
+        return count_chunks(self.size, self.header_nbytes)
+
+    def digest(self, number: int) -> str:
+        """Return the digest of a chunk."""
+        return self.digests[number * DIGEST_LENGTH : (number + 1) * DIGEST_LENGTH]
 
     def to_json(self) -> JsonValue:
         """Return the record as plain JSON data; :meth:`from_json` is the inverse."""
-        return asdict(self) | {"digests": list(self.digests)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: JsonValue) -> FileRecord:
         """Build a record from what :meth:`to_json` returned.
 
         Raises:
-            ValueError: a field is missing, unknown or has the wrong type.
-            UnsafeCheckpointError: the name is not a plain file name.
+            ValueError: a field is missing, unknown or has the wrong type, or there is not one digest for each chunk.
         """
-        fields = _fields(value, "a file's record", {"name", "size", "pieces", "digests"})
+        fields = _fields(value, "a file's record", {"name", "size", "pieces", "digests", "header_nbytes"})
         name = _string(fields["name"], "a file's name")
-        check_rank_file_name(name)
-        return cls(
+        record = cls(
             name,
             _count(fields["size"], f"size of '{name}'"),
             _count(fields["pieces"], f"pieces of '{name}'"),
-            tuple(_string(digest, f"digest of '{name}'") for digest in _list(fields["digests"], f"digests of '{name}'")),
+            _string(fields["digests"], f"digests of '{name}'"),
+            _count(fields["header_nbytes"], f"header_nbytes of '{name}'"),
         )
+        if record.header_nbytes > record.size:
+            raise ValueError(f"the header of '{name}' has {record.header_nbytes} bytes, and the whole file {record.size}")
+        if len(record.digests) != record.chunks * DIGEST_LENGTH or not _DIGESTS.fullmatch(record.digests):
+            raise ValueError(f"digests of '{name}' are not {record.chunks} times {DIGEST_LENGTH} hexadecimal digits")
+        return record
 
 
 @dataclass(frozen=True)
@@ -173,6 +196,7 @@ class Manifest:
         extra_state: the caller's own; opaque here.
         files: in the order of the ranks.
         tied: the sorted names of each tensor that has several; its values are stored under each of them.
+        paddle_metadata: what is known of ``0.metadata``, without pieces and header; None where there is none.
         format_version: of the directory; see :data:`FORMAT_VERSION`.
     """
 
@@ -184,15 +208,16 @@ class Manifest:
     extra_state: JsonValue
     files: tuple[FileRecord, ...]
     tied: tuple[tuple[str, ...], ...] = ()
+    paddle_metadata: FileRecord | None = None
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """Return the text of ``manifest.json``.
+        """Return the text of ``manifest.json``, whose last field is a digest of all the text before it.
 
         ``NaN`` and infinities are written as Python's json does, since losses may be such.
 
         Raises:
-            ValueError: ``optimizers`` or ``extra_state`` would not come back from JSON as they are.
+            ValueError: ``optimizers`` or ``extra_state`` would not come back from JSON as they are, or the text is too long.
         """
         check_json(self.optimizers, "optimizers")
         check_json(self.extra_state, "extra_state")
@@ -205,24 +230,35 @@ class Manifest:
             "optimizers": self.optimizers,
             "extra_state": self.extra_state,
             "tied": [list(names) for names in self.tied],
+            "paddle_metadata": None if self.paddle_metadata is None else self.paddle_metadata.to_json(),
             "files": [record.to_json() for record in self.files],
         }
-        return json.dumps(fields, indent=1) + "\n"
+        text = seal(fields)
+        if len(text) > MAX_MANIFEST_NBYTES:
+            raise ValueError(f"the manifest would have {len(text)} bytes, and {MAX_MANIFEST_NBYTES} are allowed; keep less in extra_state")
+        return text
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
+    def from_json(cls, text: str, *, check_seal: bool = True) -> Manifest:
         """Build a manifest from the text of ``manifest.json``.
 
+        Args:
+            text: all of it.
+            check_seal: whether to compare the text's digest; without, whatever can be parsed is taken for true.
+
         Raises:
-            ValueError: the text is not what :meth:`to_json` writes.
+            ValueError: the text is not what :meth:`to_json` writes, or was changed since.
             NewerFormatError: it is of a newer format version.
             UnsafeCheckpointError: it names a file that is not a plain name.
         """
+        intact = is_seal_intact(text) if check_seal else True
         value = parse_json(text, allow_nan=True)
-        if isinstance(value, dict) and type(value.get("format_version")) is int:
+        # All format versions have the digest at this place, so a flipped bit in the version's number is no newer version.
+        if intact is not False and isinstance(value, dict) and type(value.get("format_version")) is int:
             check_format_version(value["format_version"], MANIFEST_NAME)
-        names = {"format_version", "step", "world_size", "created", "versions", "optimizers", "extra_state", "tied", "files"}
-        fields = _fields(value, "the manifest", names)
+        fields = _fields(value, "the manifest", _MANIFEST_FIELDS)
+        if not intact:
+            raise ValueError("it was damaged or edited: its text is not the one that its digest belongs to")
         versions = _dict(fields["versions"], "versions")
         manifest = cls(
             step=None if fields["step"] is None else _count(fields["step"], "step"),
@@ -235,12 +271,48 @@ class Manifest:
             tied=tuple(
                 tuple(_string(name, "a tied name") for name in _list(group, "a tied group")) for group in _list(fields["tied"], "tied")
             ),
+            paddle_metadata=None if fields["paddle_metadata"] is None else FileRecord.from_json(fields["paddle_metadata"]),
             format_version=_count(fields["format_version"], "format_version"),
         )
+        for record in manifest.files:
+            check_rank_file_name(record.name)
+        metadata = manifest.paddle_metadata
+        if metadata is not None and (metadata.name, metadata.pieces, metadata.header_nbytes) != (PADDLE_METADATA_NAME, 0, 0):
+            raise ValueError(f"paddle_metadata is not the record of '{PADDLE_METADATA_NAME}'")
         expected = [rank_file_name(rank) for rank in range(len(manifest.files))]
         if manifest.world_size != len(manifest.files) or [record.name for record in manifest.files] != expected:
             raise ValueError(f"files are not one for each of {manifest.world_size} ranks, in order")
         return manifest
+
+
+_MANIFEST_FIELDS = {
+    "format_version",
+    "step",
+    "world_size",
+    "created",
+    "versions",
+    "optimizers",
+    "extra_state",
+    "tied",
+    "paddle_metadata",
+    "files",
+    "digest",
+}
+
+
+def seal(fields: dict[str, JsonValue]) -> str:
+    """Return ``fields`` as the text of a JSON object with one field more, ``digest``, at the end: of all the text before it."""
+    text = json.dumps(fields, indent=1)
+    body = text[: -len("\n}")]
+    return f"{body}{_SEAL}{digest(body.encode())}{_SEAL_END}"
+
+
+def is_seal_intact(text: str) -> bool | None:
+    """Tell whether a text is as :func:`seal` returned it; None where it has no such end at all."""
+    body, mark, end = text.rpartition(_SEAL)
+    if not mark or len(end) != DIGEST_LENGTH + len(_SEAL_END) or not end.endswith(_SEAL_END):
+        return None
+    return digest(body.encode()) == end[:DIGEST_LENGTH]
 
 
 def parse_json(text: str, *, allow_nan: bool = False) -> JsonValue:
@@ -254,6 +326,12 @@ def parse_json(text: str, *, allow_nan: bool = False) -> JsonValue:
         return json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=constants)
     except RecursionError:
         raise ValueError("JSON is nested beyond reason") from None
+
+
+def cut_text(error: Exception) -> str:
+    """Return the text of an error about data that may come from anyone, and so may be quoted at any length."""
+    text = str(error)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def check_json(value: JsonValue, where: str) -> None:
@@ -317,8 +395,8 @@ def _typed(value: JsonValue, kind: type, what: str) -> JsonValue:
 
 
 def _count(value: JsonValue, what: str) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{what} is {value!r:.100}, not a whole number from 0 on")
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{what} is {value!r:.100}, not a whole number from 0 to 2**63 - 1")
     return value
 
 

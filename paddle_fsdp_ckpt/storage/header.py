@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
 from ..layout import Range
 from ..pieces import Piece, check_piece
-from .format import DTYPE_CODES, DTYPE_NAMES, DTYPE_NBYTES, FORMAT_VERSION, JsonValue, check_format_version, parse_json
+from .format import DTYPE_CODES, DTYPE_NAMES, DTYPE_NBYTES, FORMAT_VERSION, JsonValue, check_format_version, cut_text, parse_json
 
 LENGTH_NBYTES = 8
 """Bytes of the header's length, at the start of the file."""
@@ -39,6 +39,8 @@ METADATA_KEY = "__metadata__"
 _VERSION_KEY = "paddle_fsdp_ckpt.format_version"
 _PIECES_KEY = "paddle_fsdp_ckpt.pieces"
 _ALIGNMENT = 8
+_MAX_DIMENSIONS = 64
+_MAX_NUMEL = 1 << 62
 
 
 class Box(NamedTuple):
@@ -75,6 +77,8 @@ def encode_header(pieces: Sequence[Piece]) -> bytes:
             raise ValueError(f"'{METADATA_KEY}' can't be stored: safetensors keeps that name for itself; rename the tensor")
         if piece.key in header:
             raise ValueError(f"'{piece.key}' can't be stored twice in one file; a rank must give each key one piece")
+        if len(piece.global_shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"'{piece.key}' has {len(piece.global_shape)} dimensions, and a checkpoint holds at most {_MAX_DIMENSIONS}")
         stop = position + piece.numel * DTYPE_NBYTES[piece.dtype]
         shape = piece.local_shape if piece.flat_range is None else (piece.flat_range.numel,)
         header[piece.key] = {"dtype": DTYPE_CODES[piece.dtype], "shape": shape, "data_offsets": (position, stop)}
@@ -162,7 +166,7 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
                     f"and the header has {entry}"
                 )
         except (ValueError, TypeError, KeyError) as error:
-            raise CorruptCheckpointError(f"{where}, key '{key}': {_text(error)}; {_WAY_OUT}") from error
+            raise CorruptCheckpointError(f"{where}, key '{key:.500}': {_text(error)}; {_WAY_OUT}") from error
         yield key, dtype, box, start, stop, position
         position = end
     if position != file_size:
@@ -181,9 +185,13 @@ def _describe(piece: Piece) -> list[JsonValue]:
 def _box(key: str, dtype: str, outline: tuple[tuple[int, ...], ...]) -> Box:
     if len(outline) not in (1, 3):
         raise ValueError(f"{[list(part) for part in outline]} is not the description of a piece")
+    if max(map(len, outline)) > _MAX_DIMENSIONS:
+        raise ValueError(f"a shape has {max(map(len, outline))} dimensions, and at most {_MAX_DIMENSIONS} are allowed")
     if not all(type(number) is int for part in outline for number in part):
         raise ValueError(f"{[list(part) for part in outline]} holds something else than whole numbers")
     global_shape = outline[0]
+    if max(global_shape, default=0) > _MAX_NUMEL or math.prod(global_shape) > _MAX_NUMEL:
+        raise ValueError(f"a tensor of more than {_MAX_NUMEL} elements")
     _, offset, local_shape = outline if len(outline) == 3 else (global_shape, (0,) * len(global_shape), global_shape)
     check_piece(Piece(key, dtype, global_shape, offset, local_shape, Range(0, 0)))
     return Box(global_shape, offset, local_shape, math.prod(local_shape))
@@ -201,4 +209,4 @@ def _to_json(value: JsonValue) -> str:
 
 
 def _text(error: Exception) -> str:
-    return f"no field {error}" if isinstance(error, KeyError) else str(error)
+    return f"no field {error}" if isinstance(error, KeyError) else cut_text(error)

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import NamedTuple, TypeAlias
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
 from ..layout import Range
 from ..pieces import Piece
-from .format import MANIFEST_NAME, FileRecord, Manifest, parse_left_over
-from .header import LENGTH_NBYTES, Box, decode_header, header_nbytes
-
-_MAX_MANIFEST_NBYTES = 1 << 30
+from .digests import digest
+from .format import MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
+from .header import LENGTH_NBYTES, Box, Entry, decode_header, header_nbytes
 
 Stored: TypeAlias = "tuple[int, Box, int, int, int]"
 """A stored piece of a known key, without the key: position of its file in the index, box, first and past-the-last element of
@@ -66,6 +65,26 @@ class CheckpointIndex:
         """The keys, in the order in which the files have them."""
         return self.stored.keys()
 
+    def add(self, number: int, entries: Iterable[Entry]) -> Iterator[str]:
+        """Add what file ``number`` stores; yield, in words, each key that has another dtype or shape there than in a file before.
+
+        Such a piece is left out.
+        """
+        for key, dtype, box, start, stop, byte_offset in entries:
+            others = self.stored.get(key)
+            if others is None:
+                self.dtypes[key] = dtype
+                self.stored[key] = [(number, box, start, stop, byte_offset)]
+                continue
+            first = others[0]
+            if self.dtypes[key] != dtype or first[1].global_shape != box.global_shape:
+                yield (
+                    f"'{self.path}', key '{key}': {self.files[first[0]].name} has {self.dtypes[key]} {list(first[1].global_shape)}, and "
+                    f"{self.files[number].name} has {dtype} {list(box.global_shape)}; the files are not of one save"
+                )
+                continue
+            others.append((number, box, start, stop, byte_offset))
+
     def global_shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor under ``key``."""
         return self.stored[key][0][1].global_shape
@@ -98,16 +117,29 @@ def read_manifest(path: Path) -> Manifest:
         raise IncompleteCheckpointError(f"'{path}' is a file, not a checkpoint directory" if path.exists() else _say_missing(path))
     if not os.path.lexists(path / MANIFEST_NAME):
         raise IncompleteCheckpointError(_say_foreign(path))
+    return _parse_manifest(path, check_seal=True)
+
+
+def read_damaged_manifest(path: Path) -> Manifest:
+    """Read a manifest that :func:`read_manifest` refused, as far as it can be parsed; what it says may be wrong.
+
+    Raises:
+        CheckpointError: as :func:`read_manifest`, where it can't even be parsed.
+    """
+    return _parse_manifest(path, check_seal=False)
+
+
+def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
     descriptor, size = open_inside(path, MANIFEST_NAME)
     with open(descriptor, "rb") as file:
-        if size > _MAX_MANIFEST_NBYTES:
+        if size > MAX_MANIFEST_NBYTES:
             raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
         encoded = file.read(size)
     try:
-        return Manifest.from_json(encoded.decode())
+        return Manifest.from_json(encoded.decode(), check_seal=check_seal)
     except ValueError as error:
         raise CorruptCheckpointError(
-            f"the manifest '{path / MANIFEST_NAME}' is malformed: {error}; restore it from a copy, or load another checkpoint"
+            f"the manifest '{path / MANIFEST_NAME}' is malformed: {cut_text(error)}; restore it from a copy, or load another checkpoint"
         ) from error
 
 
@@ -137,28 +169,28 @@ def read_headers(path: Path, manifest: Manifest) -> CheckpointIndex:
     """
     dtypes: dict[str, str] = {}
     stored: dict[str, list[Stored]] = {}
-    for file_number, record in enumerate(manifest.files):
-        count = 0
-        for key, dtype, box, start, stop, byte_offset in decode_header(_read_header(path, record), record.size, _where(path, record)):
-            count += 1
-            others = stored.get(key)
-            if others is None:
-                dtypes[key] = dtype
-                stored[key] = [(file_number, box, start, stop, byte_offset)]
-                continue
-            first = others[0]
-            if dtypes[key] != dtype or first[1].global_shape != box.global_shape:
-                raise CorruptCheckpointError(
-                    f"'{path}', key '{key}': {manifest.files[first[0]].name} has {dtypes[key]} {list(first[1].global_shape)}, and "
-                    f"{record.name} has {dtype} {list(box.global_shape)}; the files are not of one save. Load another checkpoint"
-                )
-            others.append((file_number, box, start, stop, byte_offset))
-        if count != record.pieces:
-            raise CorruptCheckpointError(
-                f"{_where(path, record)} holds {count} pieces, and the manifest says {record.pieces}; the files are not of one save. "
-                "Load another checkpoint"
-            )
-    return CheckpointIndex(path, manifest.files, dtypes, stored, manifest)
+    index = CheckpointIndex(path, manifest.files, dtypes, stored, manifest)
+    for number, record in enumerate(manifest.files):
+        for conflict in index.add(number, read_entries(path, record)):
+            raise CorruptCheckpointError(f"{conflict}. Load another checkpoint")
+    return index
+
+
+def read_entries(path: Path, record: FileRecord) -> list[Entry]:
+    """Read the header of one rank's file, and check it against its record.
+
+    Raises:
+        IncompleteCheckpointError: the file is missing.
+        CorruptCheckpointError: the header is malformed, damaged, or doesn't agree with the record.
+        UnsafeCheckpointError: a link that leads out of the directory, something that is no file, or an oversized header.
+    """
+    entries = list(decode_header(_read_header(path, record), record.size, _where(path, record)))
+    if len(entries) != record.pieces:
+        raise CorruptCheckpointError(
+            f"{_where(path, record)} holds {len(entries)} pieces, and the manifest says {record.pieces}; the files are not of one save. "
+            "Load another checkpoint"
+        )
+    return entries
 
 
 def open_inside(directory: Path, name: str) -> tuple[int, int]:
@@ -218,8 +250,15 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _read_header(directory: Path, record: FileRecord) -> bytes:
     with open(open_rank_file(directory, record), "rb") as file:
-        length = header_nbytes(file.read(LENGTH_NBYTES), record.size, _where(directory, record))
-        return file.read(length)
+        length_field = file.read(LENGTH_NBYTES)
+        length = header_nbytes(length_field, record.size, _where(directory, record))
+        header = file.read(length)
+    if record.digests and (LENGTH_NBYTES + length != record.header_nbytes or digest(length_field + header) != record.digest(0)):
+        raise CorruptCheckpointError(
+            f"the header of {_where(directory, record)} is damaged, or the file is of another save: its digest is not the one in the "
+            "manifest; restore the file from a copy, or load another checkpoint"
+        )
+    return header
 
 
 def _where(directory: Path, record: FileRecord) -> str:

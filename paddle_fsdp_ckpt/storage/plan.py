@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import MismatchError, listing
 from ..pieces import Piece, overlaps
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, Stored
+from .problems import CASTABLE, KeyProblem, ReadProblems
 
 
 class Read(NamedTuple):
@@ -41,65 +40,8 @@ class Duplicate(NamedTuple):
     nbytes: int
 
 
-class KeyProblem(NamedTuple):
-    """What is wrong with one key, in words."""
-
-    key: str
-    text: str
-
-
-@dataclass(frozen=True)
-class ReadProblems:
-    """Why a checkpoint doesn't fit the objects that are to be loaded; all empty where it does.
-
-    An explicit opt-out is ``dataclasses.replace(problems, unexpected=())``: the plan reads whatever has no problem.
-
-    Attributes:
-        path: the checkpoint directory.
-        missing: keys that the objects have and the checkpoint lacks, sorted.
-        unexpected: keys that the checkpoint has and the objects lack, sorted.
-        wrong_shape: one a key of this rank whose whole tensors differ in shape.
-        wrong_dtype: one a key of this rank whose dtypes differ.
-        uncovered: one a target of this rank with elements that no file stores.
-        nothing_matched: not one key of the objects is in the checkpoint.
-    """
-
-    path: Path
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    wrong_shape: tuple[KeyProblem, ...] = ()
-    wrong_dtype: tuple[KeyProblem, ...] = ()
-    uncovered: tuple[KeyProblem, ...] = ()
-    nothing_matched: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.wrong_shape or self.wrong_dtype or self.uncovered or self.nothing_matched)
-
-    def raise_if_any(self) -> None:
-        """Raise where there is a problem.
-
-        Raises:
-            MismatchError: it lists the problems, the first 20 of each kind and how many there are.
-        """
-        if self:
-            raise MismatchError(str(self))
-
-    def __str__(self) -> str:
-        lines = [f"the checkpoint '{self.path}' doesn't fit the objects to load; nothing was changed"]
-        if self.nothing_matched:
-            lines.append("not one key matches")
-        if self.missing:
-            lines.append(f"{len(self.missing)} missing from the checkpoint: {_quoted(self.missing)}")
-            lines.extend(_near_misses(self.missing, self.unexpected))
-        if self.unexpected:
-            lines.append(f"{len(self.unexpected)} in the checkpoint, and not in the objects: {_quoted(self.unexpected)}")
-        for what, problems in (("of another shape", self.wrong_shape), ("of another dtype", self.wrong_dtype)):
-            if problems:
-                lines.append(f"{len(problems)} {what}: {_sentences(problems)}")
-        if self.uncovered:
-            lines.append(f"{len(self.uncovered)} not stored whole: {_sentences(self.uncovered)}")
-        lines.append("load it into the model and optimizer that it was saved from, or the weights only, with optimizer=None")
-        return "\n- ".join(lines[:-1]) + f"\nWay out: {lines[-1]}"
+FLOATING_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Paddle's names of the types between which values can be converted; see :mod:`.casts`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +110,8 @@ def plan_read(
             wrong_shape[key] = KeyProblem(key, text)
             continue
         if dtype != target.dtype:
-            wrong_dtype[key] = KeyProblem(key, f"checkpoint has {dtype}, the model wants {target.dtype}")
+            castable = f" {CASTABLE}" if {dtype, target.dtype} <= FLOATING_DTYPES else ""
+            wrong_dtype[key] = KeyProblem(key, f"checkpoint has {dtype}, the model wants {target.dtype}{castable}")
             continue
         itemsize = DTYPE_NBYTES[dtype]
         runs = _find_runs(index, target, stored, itemsize)
@@ -192,7 +135,7 @@ def plan_read(
         tuple(wrong_shape.values()),
         tuple(wrong_dtype.values()),
         tuple(uncovered),
-        len(missing) == len(expected),
+        nothing_matched=len(missing) == len(expected),
     )
     return ReadPlan(index, targets, problems, reads, duplicates)
 
@@ -207,7 +150,9 @@ def check_complete(index: CheckpointIndex) -> None:
     whole = [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()]
     uncovered = plan_read(index, whole, shapes).problems.uncovered
     if uncovered:
-        raise MismatchError(f"{len(uncovered)} keys are not whole, though all ranks wrote what they have of them: {_sentences(uncovered)}")
+        raise MismatchError(
+            f"{len(uncovered)} keys are not whole, though all ranks wrote what they have of them: {listing(map(str, uncovered))}"
+        )
 
 
 def _find_runs(index: CheckpointIndex, target: Piece, stored: Iterable[Stored], itemsize: int) -> list[_Run]:
@@ -262,28 +207,3 @@ def _say_uncovered(target: Piece, runs: Sequence[_Run]) -> str:
         f"{target.numel - found} of the {target.numel} elements that this rank wants are in no file, the first is "
         f"{target.box_range.start + first} of the flattened {where}"
     )
-
-
-def _quoted(keys: Iterable[str]) -> str:
-    return listing(f"'{key}'" for key in keys)
-
-
-def _sentences(problems: Iterable[KeyProblem]) -> str:
-    return listing(f"'{problem.key}': {problem.text}" for problem in problems)
-
-
-def _near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
-    """Say which missing keys are in the checkpoint under a name with a prefix more, or less."""
-    wanted, there = frozenset(missing), frozenset(unexpected)
-    too_long = Counter(key[: len(key) - len(rest)] for key in there for rest in _without_prefixes(key) if rest in wanted)
-    too_short = Counter(key[: len(key) - len(rest)] for key in wanted for rest in _without_prefixes(key) if rest in there)
-    sentences = [f"{count} of these are in it with the prefix '{prefix}' in front" for prefix, count in too_long.most_common(3)]
-    sentences += [f"{count} of these are in it without their prefix '{prefix}'" for prefix, count in too_short.most_common(3)]
-    return [f"{sentence}: was the model wrapped when it was saved, or is it now?" for sentence in sentences]
-
-
-def _without_prefixes(key: str) -> Iterable[str]:
-    position = key.find(".")
-    while position >= 0:
-        yield key[position + 1 :]
-        position = key.find(".", position + 1)

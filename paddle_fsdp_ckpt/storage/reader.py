@@ -1,4 +1,7 @@
-"""Carry out a read plan: compare what is stored twice, then read straight into the destinations."""
+"""Carry out a read plan: compare what is stored twice, then read straight into the destinations, checking digests as bytes pass.
+
+Files are read in whole chunks, since a digest is of a whole chunk: what of a chunk nobody wants goes into scratch memory.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError
 from .buffers import as_bytes, read_all
+from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, digest_of_parts
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, open_rank_file
 from .plan import Duplicate, ReadPlan
 
-_CHUNK_NBYTES = 1 << 20
+_PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
-_MAX_GAP_NBYTES = 4096
+UNCHANGED = "nothing was changed"
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
 """What a failure while reading leaves behind, in words."""
 
@@ -33,10 +37,27 @@ def check_duplicates(plan: ReadPlan) -> None:
     It costs one read of each copy, and at most a few tens of MiB of memory.
 
     Raises:
-        CorruptCheckpointError: two files hold different bytes for the same elements of a key; or a file changed underneath.
+        CorruptCheckpointError: two files hold different bytes for the same elements of a key; a chunk is damaged; or a file changed
+            underneath.
         IncompleteCheckpointError: a file vanished.
     """
-    for batch in _batches(plan.duplicates):
+    for duplicate in differing_duplicates(plan.index, plan.duplicates):
+        files = plan.index.files
+        raise CorruptCheckpointError(
+            f"'{plan.index.path}', key '{duplicate.key}': {files[duplicate.file].name} and {files[duplicate.other_file].name} hold "
+            f"different values for the same elements; {UNCHANGED}. Either a file is damaged, or ranks saved different "
+            "tensors under one name: give those distinct keys or offsets, or load another checkpoint"
+        )
+
+
+def differing_duplicates(index: CheckpointIndex, duplicates: Iterable[Duplicate]) -> Iterator[Duplicate]:
+    """Read both copies of what is stored twice, and yield the parts that differ.
+
+    Raises:
+        CorruptCheckpointError: a chunk is damaged, or a file changed underneath.
+        IncompleteCheckpointError: a file vanished.
+    """
+    for batch in _batches(duplicates):
         ranges: dict[int, list[_Range]] = {}
         pairs = []
         for duplicate in batch:
@@ -45,15 +66,38 @@ def check_duplicates(plan: ReadPlan) -> None:
             ranges.setdefault(duplicate.file, []).append(_Range(duplicate.file_offset, memoryview(one), duplicate.key))
             ranges.setdefault(duplicate.other_file, []).append(_Range(duplicate.other_offset, memoryview(other), duplicate.key))
         for file, wanted in ranges.items():
-            _read_file(plan.index, file, wanted, "nothing was changed")
+            _read_file(index, file, wanted, UNCHANGED)
         for duplicate, (one, other) in zip(batch, pairs, strict=True):
             if one != other:
-                files = plan.index.files
-                raise CorruptCheckpointError(
-                    f"'{plan.index.path}', key '{duplicate.key}': {files[duplicate.file].name} and {files[duplicate.other_file].name} hold "
-                    "different values for the same elements; nothing was changed. Either a file is damaged, or ranks saved different "
-                    "tensors under one name: give those distinct keys or offsets, or load another checkpoint"
-                )
+                yield duplicate
+
+
+def verify_first(plan: ReadPlan) -> None:
+    """Read every chunk that :func:`execute_read` would, and compare its digest; nothing is changed.
+
+    It costs one more read of what the plan reads. Where there are no digests, in directories of stock Paddle, it does nothing.
+
+    Raises:
+        CorruptCheckpointError: a chunk is damaged, or a file changed underneath.
+        IncompleteCheckpointError: a file vanished.
+        OSError: the system refused.
+    """
+    scratch = memoryview(bytearray(CHUNK_NBYTES))
+    for file, reads in sorted(plan.reads.items()):
+        record = plan.index.files[file]
+        if not record.digests:
+            continue
+        keys: dict[int, str] = {}
+        for offset, target, _, nbytes in reads:
+            for number in chunks_of(offset, offset + nbytes, record.header_nbytes):
+                keys.setdefault(number, plan.targets[target].key)
+        descriptor = open_rank_file(plan.index.path, record)
+        try:
+            for number, key in sorted(keys.items()):
+                one = chunk(number, record.size, record.header_nbytes)
+                _read_chunk(descriptor, plan.index, file, one, [scratch[: one.stop - one.start]], key, UNCHANGED)
+        finally:
+            os.close(descriptor)
 
 
 def execute_read(plan: ReadPlan, destinations: Sequence[memoryview]) -> None:
@@ -66,7 +110,7 @@ def execute_read(plan: ReadPlan, destinations: Sequence[memoryview]) -> None:
 
     Raises:
         ValueError: the destinations don't fit the targets. Nothing was changed.
-        CorruptCheckpointError: a file is shorter than it was; some destinations may have been written to.
+        CorruptCheckpointError: a chunk is damaged, or a file is shorter than it was; some destinations may have been written to.
         IncompleteCheckpointError: a file vanished; some destinations may have been written to.
         OSError: the system refused; some destinations may have been written to.
     """
@@ -93,14 +137,14 @@ def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> l
 
 
 def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
-    """Yield the duplicates, cut into chunks, in groups small enough to be held in memory."""
+    """Yield the duplicates, cut into parts, in groups small enough to be held in memory."""
     batch: list[Duplicate] = []
     nbytes = 0
     for key, file, offset, other_file, other_offset, total in duplicates:
-        for start in range(0, total, _CHUNK_NBYTES):
-            chunk = min(_CHUNK_NBYTES, total - start)
-            batch.append(Duplicate(key, file, offset + start, other_file, other_offset + start, chunk))
-            nbytes += chunk
+        for start in range(0, total, _PART_NBYTES):
+            part = min(_PART_NBYTES, total - start)
+            batch.append(Duplicate(key, file, offset + start, other_file, other_offset + start, part))
+            nbytes += part
             if nbytes >= _BATCH_NBYTES:
                 yield batch
                 batch, nbytes = [], 0
@@ -108,34 +152,78 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
         yield batch
 
 
-def _read_file(index: CheckpointIndex, file: int, ranges: list[_Range], consequence: str) -> None:
-    """Read ranges of one file into their buffers; neighbours, or nearly so, by one system call."""
-    descriptor = open_rank_file(index.path, index.files[file])
+def _read_file(index: CheckpointIndex, file: int, ranges: Iterable[_Range], consequence: str) -> None:
+    """Read ranges of one file into their buffers, in whole chunks, and compare the digests of those."""
+    record = index.files[file]
+    descriptor = open_rank_file(index.path, record)
+    scratch = memoryview(bytearray(CHUNK_NBYTES))
     try:
-        group: list[_Range] = []
-        end = 0
-        scratch = memoryview(bytearray(_MAX_GAP_NBYTES))
-        for wanted in sorted(ranges, key=lambda wanted: wanted.offset):
-            gap = wanted.offset - end
-            if group and not 0 <= gap <= _MAX_GAP_NBYTES:
-                _read_group(descriptor, index, file, group, consequence)
-                group = []
-            elif group and gap:
-                group.append(_Range(end, scratch[:gap], wanted.key))
-            group.append(wanted)
-            end = wanted.offset + len(wanted.buffer)
-        if group:
-            _read_group(descriptor, index, file, group, consequence)
+        for layer in _layers(ranges):
+            for one, wanted in _by_chunk(layer, record.size, record.header_nbytes):
+                _read_chunk(descriptor, index, file, one, _fill(one, wanted, scratch), wanted[0].key, consequence)
     finally:
         os.close(descriptor)
 
 
-def _read_group(descriptor: int, index: CheckpointIndex, file: int, group: Sequence[_Range], consequence: str) -> None:
-    start = group[0].offset
-    end = start + read_all(descriptor, [wanted.buffer for wanted in group], start)
-    for wanted in group:
-        if wanted.offset + len(wanted.buffer) > end:
-            raise CorruptCheckpointError(
-                f"'{index.path / index.files[file].name}' ends at byte {end}, within key '{wanted.key}', since it was cut while "
-                f"it was read; {consequence}"
-            )
+def _layers(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
+    """Yield the ranges, none of them empty, in as many lists as it takes that no two in a list overlap; in ascending order."""
+    rest = sorted(ranges, key=lambda wanted: wanted.offset)
+    while rest:
+        layer: list[_Range] = []
+        later: list[_Range] = []
+        end = 0
+        for wanted in rest:
+            if wanted.offset < end:
+                later.append(wanted)
+            else:
+                layer.append(wanted)
+                end = wanted.offset + len(wanted.buffer)
+        yield layer
+        rest = later
+
+
+def _by_chunk(layer: Sequence[_Range], size: int, header_nbytes: int) -> Iterator[tuple[Chunk, list[_Range]]]:
+    """Yield the chunks that the ranges touch, and the ranges, cut at their ends."""
+    current: Chunk | None = None
+    inside: list[_Range] = []
+    for offset, buffer, key in layer:
+        for number in chunks_of(offset, offset + len(buffer), header_nbytes):
+            if current is None or number != current.number:
+                if current is not None:
+                    yield current, inside
+                current, inside = chunk(number, size, header_nbytes), []
+            start = max(offset, current.start)
+            inside.append(_Range(start, buffer[start - offset : current.stop - offset], key))
+    if current is not None:
+        yield current, inside
+
+
+def _fill(one: Chunk, wanted: Sequence[_Range], scratch: memoryview) -> list[memoryview]:
+    """Return the buffers that take all bytes of a chunk: those of the ranges, and scratch memory between them."""
+    buffers: list[memoryview] = []
+    end = one.start
+    for offset, buffer, _ in wanted:
+        if offset > end:
+            buffers.append(scratch[end - one.start : offset - one.start])
+        buffers.append(buffer)
+        end = offset + len(buffer)
+    if end < one.stop:
+        buffers.append(scratch[end - one.start : one.stop - one.start])
+    return buffers
+
+
+def _read_chunk(
+    descriptor: int, index: CheckpointIndex, file: int, one: Chunk, buffers: Sequence[memoryview], key: str, consequence: str
+) -> None:
+    record = index.files[file]
+    end = one.start + read_all(descriptor, buffers, one.start)
+    if end < one.stop:
+        raise CorruptCheckpointError(
+            f"'{index.path / record.name}' ends at byte {end}, near key '{key}', since it was cut while it was read; {consequence}"
+        )
+    if record.digests and digest_of_parts(buffers) != record.digest(one.number):
+        raise CorruptCheckpointError(
+            f"'{index.path / record.name}' is damaged between bytes {one.start} and {one.stop}, at or near key '{key}': they are not those "
+            f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
+            "another checkpoint"
+        )

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..pieces import Piece, check_piece
-from .buffers import as_bytes, write_all
+from .buffers import as_bytes, in_groups, write_group
+from .digests import CHUNK_NBYTES, Digester
 from .format import DTYPE_NBYTES, FileRecord
 from .header import encode_header, in_file_order
 
+_GROUP_NBYTES = 16 << 20
+"""What is digested, and then written, at a time."""
+
+
+def estimate_nbytes(pieces: Iterable[Piece]) -> int:
+    """Return about how many bytes a checkpoint needs for these pieces, with what it says about them; rather too many than too few."""
+    return sum(piece.numel * DTYPE_NBYTES.get(piece.dtype, 0) + 5 * len(piece.key) + 500 for piece in pieces)
+
+
+def record_of(path: Path) -> FileRecord:
+    """Return the record of a file that is there, without pieces and header.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    digester = Digester(0)
+    size = 0
+    with open(path, "rb") as file:
+        while data := file.read(CHUNK_NBYTES):
+            digester.update(memoryview(data))
+            size += len(data)
+    return FileRecord(path.name, size, 0, digester.finish())
+
 
 def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]]) -> FileRecord:
-    """Write the pieces into a new file and wait until it is on the disk.
+    """Write the pieces into a new file, wait until it is on the disk, and return its record, with the digests of what was written.
 
     The data is handed to the system as it lies in memory, without a copy. Pieces without elements are not stored.
 
@@ -33,7 +57,8 @@ def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]]) -> F
             raise ValueError(f"'{piece.key}' has dtype '{piece.dtype}', and a checkpoint holds only {', '.join(DTYPE_NBYTES)}")
         check_piece(piece)
     order = in_file_order([piece for piece, _ in pieces])
-    buffers = [memoryview(encode_header([pieces[i][0] for i in order]))]
+    header = encode_header([pieces[i][0] for i in order])
+    buffers = [memoryview(header)]
     for i in order:
         piece, data = pieces[i]
         buffer = as_bytes(data, f"'{piece.key}'")
@@ -43,14 +68,36 @@ def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]]) -> F
                 f"{piece.numel * DTYPE_NBYTES[piece.dtype]}"
             )
         buffers.append(buffer)
+    return write_file(path, buffers, len(order), len(header))
+
+
+def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, header_nbytes: int = 0) -> FileRecord:
+    """Write 1-D buffers of bytes, one behind the other, into a new file, wait until it is on the disk, and return its record.
+
+    Args:
+        path: the file, whose directory exists; it must not exist itself.
+        buffers: what it will hold.
+        pieces: how many pieces that is, for the record.
+        header_nbytes: how much of it is header, for the record.
+
+    Raises:
+        FileExistsError: the file is there already; it was not touched.
+        OSError: the system refused, e.g. the disk is full; it names the file. The file was removed.
+    """
+    digester = Digester(header_nbytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            write_all(descriptor, buffers)
+            for group in in_groups(buffers, _GROUP_NBYTES):
+                for buffer in group:
+                    digester.update(buffer)
+                write_group(descriptor, group)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except BaseException:
+    except BaseException as error:
         os.unlink(path)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)
         raise
-    return FileRecord(path.name, sum(map(len, buffers)), len(order))
+    return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)

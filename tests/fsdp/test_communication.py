@@ -39,7 +39,7 @@ def broadcast(dtype: str, kind: str) -> list[float]:
         assert not tensor.is_contiguous()
     elif kind == "empty":
         tensor = tensor[:0]
-    communicator.broadcast_from_first(tensor)
+    communicator.broadcast(tensor)
     return tensor.astype("float32").numpy().reshape(-1).tolist()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from fused_cases import Blocks, Held, all_weights, cut_by_paddle, held, train
+from fused_cases import EVERY, Blocks, Held, all_weights, cut_by_paddle, held, plain_model, train
 from harness import this_rank
 from paddle import nn
 from paddle.distributed.auto_parallel import fully_shard_fusion
@@ -21,7 +21,8 @@ from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
 from paddle_fsdp_ckpt.fsdp.paddle_runtime import paddle_runtime, paddle_runtime_of, sharded_state_dict
 from paddle_fsdp_ckpt.host_memory import bytes_of
-from paddle_fsdp_ckpt.optim.fused import begin_load, init_optimizer_state, optimizer_sharded_state_dict, split_weight_decay
+from paddle_fsdp_ckpt.optim import split_weight_decay
+from paddle_fsdp_ckpt.optim.fused import begin_load, init_optimizer_state, optimizer_sharded_state_dict
 
 
 @contextmanager
@@ -69,30 +70,53 @@ def pieces_are_views() -> list[str]:
         return [name for shard in runtime.shards if not shard.range.numel for name in shard.slot.names]
 
 
-def low_precision(path: str) -> None:
-    """Master weights and states of bfloat16 buffers, filled and saved, and loaded into others. The CPU wheel can't train them."""
+def low_precision(optimizer: str, masters: bool, path: str) -> tuple[dict[str, str], dict[str, str]]:
+    """States, and master weights, of bfloat16 buffers, filled and saved, and loaded into others. The CPU wheel can't train them.
 
-    def fill(model: nn.Layer, optimizer: Any) -> dict[str, bytes]:
-        for number, weight in enumerate(all_weights(model, optimizer).values()):
-            values = paddle.full(weight.local_tensor.shape, 0.37 * (number if weight.is_flattened else 1), "float32")
+    Returns the dtypes of the states, and those of an unfused optimizer's.
+    """
+
+    def fill(model: nn.Layer, stepper: Any) -> dict[str, bytes]:
+        for number, (key, weight) in enumerate(all_weights(model, stepper).items()):
+            is_shared = not weight.is_flattened or key.rpartition(".")[2] in REPEATED
+            values = paddle.full(weight.local_tensor.shape, 0.37 if is_shared else 0.37 * number, "float32")
             paddle.assign(values.astype(weight.local_tensor.dtype), weight.local_tensor)
-        return contents(model, optimizer)
+        return contents(model, stepper)
 
-    def contents(model: nn.Layer, optimizer: Any) -> dict[str, bytes]:
-        return {key: bytes(bytes_of(weight.local_tensor)) for key, weight in all_weights(model, optimizer).items()}
+    def contents(model: nn.Layer, stepper: Any) -> dict[str, bytes]:
+        return {key: bytes(bytes_of(weight.local_tensor)) for key, weight in all_weights(model, stepper).items()}
 
-    with cut_by_paddle("adamw named", seed=1, dtype="bfloat16") as (model, optimizer):
-        optimizer._multi_precision = True
-        saved = fill(model, optimizer)
-        dtypes = {key.rpartition(".")[2]: str(weight.local_tensor.dtype) for key, weight in all_weights(model, optimizer).items()}
-        assert dtypes["weight"] == "paddle.bfloat16"
-        assert {"w_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0"} < dtypes.keys()
-        assert all(dtype == "paddle.float32" for key, dtype in dtypes.items() if key.endswith("_0"))
-        ckpt.save(path, model=model, optimizer=optimizer)
-    with cut_by_paddle("adamw named", seed=2, dtype="bfloat16") as (model, optimizer):
-        optimizer._multi_precision = True
-        ckpt.load(path, model=model, optimizer=optimizer)
-        assert contents(model, optimizer) == saved
+    with cut_by_paddle(optimizer, seed=1, dtype="bfloat16", blocks=1) as (model, stepper):
+        stepper._multi_precision = masters
+        saved = fill(model, stepper)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        dtypes = {}
+        for key, weight in optimizer_sharded_state_dict(stepper).items():
+            name, _, suffix = key.rpartition(".")
+            assert weight.global_shape == (shapes[name] if weight.is_flattened else (1,)), key
+            dtypes[suffix] = str(weight.local_tensor.dtype)
+        ckpt.save(path, model=model, optimizer=stepper)
+    with cut_by_paddle(optimizer, seed=2, dtype="bfloat16", blocks=1) as (model, stepper):
+        stepper._multi_precision = masters
+        ckpt.load(path, model=model, optimizer=stepper)
+        assert contents(model, stepper) == saved
+    return dtypes, unfused_dtypes(optimizer, masters)
+
+
+REPEATED = {"momentum_decay_pow_0", "beta2_pow_0", "mu_product_0", "beta1_pow_0", "rho_0"}
+"""Of these a buffer has one value."""
+
+
+def unfused_dtypes(optimizer: str, masters: bool) -> dict[str, str]:
+    model = plain_model(dtype="bfloat16", blocks=1)
+    stepper = EVERY[optimizer](model)
+    stepper._multi_precision = masters
+    with paddle.no_grad():
+        stepper._create_accumulators(paddle.static.default_main_program().global_block(), model.parameters())
+    dtypes = {f"{name.removeprefix('opt_').lstrip('_')}_0": tensors for name, tensors in stepper._accumulators.items() if tensors}
+    return {name: str(next(iter(tensors.values())).dtype) for name, tensors in dtypes.items()} | (
+        {"w_0": "paddle.float32"} if stepper._master_weights else {}
+    )
 
 
 def stock_saves(path: str) -> Held:

@@ -10,36 +10,28 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from harness import this_rank
+from harness import StatePiece, assemble, this_rank
+from harness.models import Block
 from paddle import nn
-from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
 from paddle_fsdp_ckpt.fsdp.paddle_runtime import paddle_runtime_of, sharded_state_dict
 from paddle_fsdp_ckpt.host_memory import bytes_of
-from paddle_fsdp_ckpt.optim.fused import init_optimizer_state, optimizer_sharded_state_dict, split_weight_decay
+from paddle_fsdp_ckpt.optim import split_weight_decay
+from paddle_fsdp_ckpt.optim.fused import init_optimizer_state, optimizer_sharded_state_dict
 
 GLOBAL_BATCH = 12
 FEATURES = 4
 Factory = Callable[[nn.Layer], Any]
 
 
-class TransformerLayer(nn.Layer):
+class TransformerLayer(Block):
     """Paddle's runtime cuts into units by this class name."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
 
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Blocks(nn.Layer):
-    """Without get_input_embeddings, parameters before and after the blocks share a buffer, and Paddle's runtime waits for ever."""
+class WithoutEmbeddings(nn.Layer):
+    """Parameters before and after the blocks share a buffer, and Paddle's runtime waits for ever in the first forward."""
 
     def __init__(self, width: int = 10, blocks: int = 3) -> None:
         super().__init__()
@@ -48,14 +40,18 @@ class Blocks(nn.Layer):
         self.head = nn.Linear(width, 1)
         self.register_buffer("scale", paddle.full([2], 0.5))
 
-    def get_input_embeddings(self) -> nn.Layer:
-        return self.embed
-
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Blocks(WithoutEmbeddings):
+    """The embedding has a buffer of its own, as Paddle's runtime asks for it."""
+
+    def get_input_embeddings(self) -> nn.Layer:
+        return self.embed
 
 
 def _made_by(cls: str, rate: float, **settings: Any) -> dict[str, Factory]:
@@ -79,9 +75,11 @@ OPTIMIZERS: dict[str, Factory] = {
     **_made_by("RAdam", 0.01),
     **_made_by("Adadelta", 0.5),
     **_made_by("Adagrad", 0.01),
+    **_made_by("Rprop", 0.01),
 }
 CLIPPED = {
     "adamw clipped": lambda model: paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.5)),
+    "sgd clipped by value": lambda model: paddle.optimizer.SGD(0.01, parameters=model.parameters(), grad_clip=nn.ClipGradByValue(0.05)),
 }
 
 
@@ -108,15 +106,16 @@ STATES = {
     "RAdam": {"moment1_0", "moment2_0", "beta1_pow_0", "beta2_pow_0", "rho_0"},
     "Adadelta": {"avg_squared_grad_0", "avg_squared_update_0"},
     "Adagrad": {"moment_0"},
+    "Rprop": {"prevs_0", "learning_rates_0"},
 }
 
 
 @dataclass
 class Held:
-    """What a rank holds: key -> (global shape, flat range or None, values); and the losses that led there."""
+    """What a rank holds, and the losses that led there."""
 
     losses: list[float]
-    state: dict[str, tuple[tuple[int, ...], tuple[int, int] | None, np.ndarray]]
+    state: dict[str, StatePiece]
 
 
 @contextmanager
@@ -184,7 +183,7 @@ def held(model: nn.Layer, optimizer: Any, losses: list[float] | None = None) -> 
         values = np.frombuffer(bytes(bytes_of(weight.local_tensor)), np.uint8)
         if str(weight.local_tensor.dtype).endswith("float32"):
             values = values.view(np.float32)
-        state[key] = (tuple(weight.global_shape), flat, values)
+        state[key] = StatePiece(tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape), flat, values)
     return Held(losses or [], state)
 
 
@@ -192,38 +191,22 @@ def plain_held(model: nn.Layer, optimizer: Any, losses: list[float]) -> Held:
     """What an unsharded run holds, under the same keys."""
     state = {}
     for name, parameter in model.named_parameters():
-        state[name] = (tuple(parameter.shape), None, parameter.numpy().reshape(-1))
+        state[name] = _whole_piece(parameter)
         for accumulator, tensors in optimizer._accumulators.items():
             key = f"{name}.{accumulator.removeprefix('opt_').lstrip('_')}_0"
-            state[key] = (tuple(tensors[parameter.name].shape), None, tensors[parameter.name].numpy().reshape(-1))
-    state["scale"] = ((2,), None, model.scale.numpy())
+            state[key] = _whole_piece(tensors[parameter.name])
+    state["scale"] = _whole_piece(model.scale)
     return Held(losses, state)
 
 
+def _whole_piece(tensor: paddle.Tensor) -> StatePiece:
+    shape = tuple(tensor.shape)
+    return StatePiece(shape, (0,) * len(shape), shape, None, tensor.numpy().reshape(-1))
+
+
 def whole(ranks: list[Held]) -> dict[str, np.ndarray]:
-    """Put the ranks' pieces together, and check that they cover every key just once, or are equal replicas."""
-    arrays: dict[str, np.ndarray] = {}
-    counts: dict[str, np.ndarray] = {}
-    for one in ranks:
-        for key, (shape, flat, values) in one.state.items():
-            array = arrays.setdefault(key, np.zeros(int(np.prod(shape)), values.dtype))
-            count = counts.setdefault(key, np.zeros(array.size, int))
-            if flat is None and count.any():
-                np.testing.assert_array_equal(array, values, err_msg=f"replicas of {key} differ")
-                continue
-            start, stop = flat or (0, array.size)
-            array[start:stop] = values
-            count[start:stop] += 1
-    for key, count in counts.items():
-        assert (count == 1).all(), f"{key} is not covered once: {count}"
-    return arrays
-
-
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    """Every key, bit for bit."""
-    assert one.keys() == other.keys()
-    for key, array in one.items():
-        np.testing.assert_array_equal(array, other[key], err_msg=key)
+    """Put the ranks' pieces together."""
+    return assemble([one.state for one in ranks])
 
 
 def assert_goes_on_alike(resumed: list[Held], right: list[Held]) -> None:
@@ -231,8 +214,8 @@ def assert_goes_on_alike(resumed: list[Held], right: list[Held]) -> None:
     for mine, other in zip(resumed, right, strict=True):
         assert mine.losses == other.losses
         assert mine.state.keys() == other.state.keys()
-        for key, (_, _, values) in other.state.items():
-            np.testing.assert_array_equal(mine.state[key][2], values, err_msg=key)
+        for key, piece in other.state.items():
+            np.testing.assert_array_equal(mine.state[key].values, piece.values, err_msg=key)
 
 
 def train_unsharded(optimizer: str, steps: int, width: int = 10) -> Held:
@@ -250,8 +233,8 @@ def train_and_save(optimizer: str, path: str, optimizer_first: bool = False, blo
         ckpt.save(path, model=model, optimizer=stepper)
         after = held(model, stepper)
         assert before.state.keys() == after.state.keys()
-        for key, (_, _, values) in before.state.items():
-            np.testing.assert_array_equal(values, after.state[key][2], err_msg=f"saving changed {key}")
+        for key, piece in before.state.items():
+            np.testing.assert_array_equal(piece.values, after.state[key].values, err_msg=f"saving changed {key}")
         return before, held(model, stepper, train(model, stepper, 3, 6))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import adapter_cases as cases
 import pytest
-from fused_cases import assert_goes_on_alike, whole
+from fused_cases import OPTIMIZERS, assert_goes_on_alike, whole
 from harness import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -20,8 +20,11 @@ def test_pieces_are_live_views_of_the_right_values(world_size: int, ranks: Ranks
     assert "embed.weight" in absent[1]
 
 
-def test_master_weights_and_low_precision_come_back(tmp_path: Path, ranks: Ranks) -> None:
-    ranks(2).run(cases.low_precision, str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize(("optimizer", "masters"), [(name, name.endswith(" named")) for name in OPTIMIZERS])
+def test_master_weights_and_low_precision_come_back(optimizer: str, masters: bool, tmp_path: Path, ranks: Ranks) -> None:
+    for mine, unfused in ranks(2).run(cases.low_precision, optimizer, masters, str(tmp_path / "checkpoint")):
+        assert mine == unfused
+        assert ("w_0" in mine) == masters
 
 
 def test_stock_saves_and_loads_it(tmp_path: Path, ranks: Ranks) -> None:

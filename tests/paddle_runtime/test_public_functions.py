@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import public_cases as cases
 import pytest
-from fused_cases import Held, assert_goes_on_alike, assert_same, whole
-from harness import RankPool
+from fused_cases import Held, assert_goes_on_alike, whole
+from harness import RankPool, assert_equal_states
 
 Ranks = Callable[[int], RankPool]
 README = Path(__file__).resolve().parent.parent.parent / "README.md"
@@ -51,7 +51,7 @@ def test_state_dicts_are_live_views(ranks: Ranks) -> None:
 def test_resume_on_2_ranks_is_bit_for_bit(optimizer: str, public_saves: PublicSaves, ranks: Ranks) -> None:
     path, saved, uninterrupted = public_saves.get(optimizer)
     results = ranks(2).run(cases.load_and_go_on, optimizer, path)
-    assert_same(whole([loaded for loaded, _, _ in results]), whole(saved))
+    assert_equal_states(whole([loaded for loaded, _, _ in results]), whole(saved))
     assert_goes_on_alike([after for _, after, _ in results], uninterrupted)
 
 
@@ -69,7 +69,7 @@ def test_a_load_in_a_running_process_leaves_nothing_of_before(public_saves: Publ
 def test_3_ranks_load_what_2_saved(optimizer: str, public_saves: PublicSaves, ranks: Ranks) -> None:
     path, saved, uninterrupted = public_saves.get(optimizer)
     results = ranks(3).run(cases.load_and_go_on, optimizer, path)
-    assert_same(whole([loaded for loaded, _, _ in results]), whole(saved))
+    assert_equal_states(whole([loaded for loaded, _, _ in results]), whole(saved))
     for _, after, _ in results:
         np.testing.assert_allclose(after.losses, uninterrupted[0].losses, rtol=1e-4)
 
@@ -80,7 +80,7 @@ def test_a_run_moves_to_our_runtime(optimizer: str, tmp_path: Path, public_saves
     again = str(tmp_path / "again")
     for losses in ranks(3).run(cases.load_ours, optimizer, path, again):
         np.testing.assert_allclose(losses, uninterrupted[0].losses, rtol=1e-4)
-    assert_same(whole([single.run(cases.load_plain, optimizer, again)[0][0]]), whole(saved))
+    assert_equal_states(whole([single.run(cases.load_plain, optimizer, again)[0][0]]), whole(saved))
 
 
 @pytest.mark.parametrize("optimizer", MOVED)
@@ -88,7 +88,7 @@ def test_a_run_moves_from_our_runtime(optimizer: str, tmp_path: Path, single: Ra
     path = str(tmp_path / "checkpoint")
     right = ranks(3).run(cases.train_ours, optimizer, path)[0]
     results = ranks(2).run(cases.load_and_go_on, optimizer, path)
-    assert_same(whole([loaded for loaded, _, _ in results]), whole([single.run(cases.load_plain, optimizer, path)[0][0]]))
+    assert_equal_states(whole([loaded for loaded, _, _ in results]), whole([single.run(cases.load_plain, optimizer, path)[0][0]]))
     for _, after, _ in results:
         np.testing.assert_allclose(after.losses, right, rtol=1e-4)
 
@@ -97,7 +97,7 @@ def test_a_run_moves_from_our_runtime(optimizer: str, tmp_path: Path, single: Ra
 def test_a_run_moves_to_one_process(optimizer: str, public_saves: PublicSaves, single: RankPool) -> None:
     path, saved, uninterrupted = public_saves.get(optimizer)
     loaded, losses = single.run(cases.load_plain, optimizer, path)[0]
-    assert_same(whole([loaded]), whole(saved))
+    assert_equal_states(whole([loaded]), whole(saved))
     np.testing.assert_allclose(losses, uninterrupted[0].losses, rtol=1e-4)
 
 
@@ -106,7 +106,7 @@ def test_a_run_moves_from_one_process(optimizer: str, tmp_path: Path, single: Ra
     path = str(tmp_path / "checkpoint")
     saved, right = single.run(cases.train_plain, optimizer, path)[0]
     results = ranks(2).run(cases.load_and_go_on, optimizer, path)
-    assert_same(whole([loaded for loaded, _, _ in results]), whole([saved]))
+    assert_equal_states(whole([loaded for loaded, _, _ in results]), whole([saved]))
     for _, after, _ in results:
         np.testing.assert_allclose(after.losses, right, rtol=1e-4)
 
@@ -125,7 +125,7 @@ def test_master_weights_follow_a_model_that_is_loaded_alone(tmp_path: Path, rank
 
 REFUSED = {
     "another model": "blocks.2.",
-    "another class": "holds the state of AdamW, and the optimizer is Momentum",
+    "another class": "of AdamW, and the optimizer is Momentum",
     "corrupt": "1_0.safetensors",
     "nothing there": "nowhere",
     "one rank elsewhere": "nowhere",

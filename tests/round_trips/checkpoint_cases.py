@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from harness import this_rank
+from harness import StatePiece, assemble, this_rank
+from harness.models import Block
 from paddle import nn
 from paddle.nn import functional as F
 
@@ -17,17 +18,6 @@ import paddle_fsdp_ckpt as ckpt
 
 GLOBAL_BATCH = 12
 VOCABULARY = 13
-
-
-class Block(nn.Layer):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Tied(nn.Layer):
@@ -147,17 +137,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Layer], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class StatePiece:
-    """A rank's piece of one key: box offset, box shape, flat range or None, and the values."""
-
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    flat_range: tuple[int, int] | None
-    values: np.ndarray
-
-
 @dataclass
 class Outcome:
     """What a rank has to tell: losses, what it holds, and the report of a load."""
@@ -237,35 +216,5 @@ def load_and_train(model: str, optimizer: str, path: str, steps: int, more: int,
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, np.ndarray]:
-    """Put the ranks' pieces together, and check that they cover every key just once, or are equal replicas."""
-    arrays: dict[str, np.ndarray] = {}
-    counts: dict[str, np.ndarray] = {}
-    for outcome in outcomes:
-        for key, piece in outcome.state.items():
-            array = arrays.setdefault(key, np.zeros(int(np.prod(piece.global_shape)), piece.values.dtype))
-            count = counts.setdefault(key, np.zeros(array.shape, int))
-            if piece.local_shape != piece.global_shape:
-                assert key.endswith(".y_0"), "our runtime cuts flat only, save what is stacked"
-                assert piece.flat_range is None
-                box = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.local_shape, strict=True))
-                array.reshape(piece.global_shape)[box] = piece.values
-                count.reshape(piece.global_shape)[box] += 1
-                continue
-            assert piece.offset == (0,) * len(piece.global_shape)
-            start, stop = piece.flat_range or (0, array.size)
-            if piece.flat_range is None and count.any():
-                np.testing.assert_array_equal(array, piece.values.reshape(-1), err_msg=f"replicas of {key} differ")
-                continue
-            array[start:stop] = piece.values.reshape(-1)
-            count[start:stop] += 1
-    for key, count in counts.items():
-        assert (count == 1).all(), f"{key} is not covered once: {count}"
-    return arrays
-
-
-def assert_equal_states(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    """Every key, bit for bit."""
-    assert one.keys() == other.keys()
-    for key, array in one.items():
-        assert array.dtype == other[key].dtype, key
-        np.testing.assert_array_equal(array, other[key], err_msg=key)
+    """Put the ranks' pieces together."""
+    return assemble([outcome.state for outcome in outcomes])

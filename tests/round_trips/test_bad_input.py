@@ -64,20 +64,20 @@ def prepare(case: str, root: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "words", "kind"),
     [
-        ("missing", "there is no checkpoint"),
-        ("empty", "is an empty directory"),
-        ("file", "is a file, not a checkpoint"),
-        ("foreign", "notes.txt"),
-        ("stock", "stock Paddle"),
-        ("dangling link", "there is no checkpoint"),
+        ("missing", "there is no checkpoint", "IncompleteCheckpointError"),
+        ("empty", "is an empty directory", "IncompleteCheckpointError"),
+        ("file", "is a file, not a checkpoint", "IncompleteCheckpointError"),
+        ("foreign", "notes.txt", "IncompleteCheckpointError"),
+        ("stock", "0.metadata", "UnsafeCheckpointError"),
+        ("dangling link", "there is no checkpoint", "IncompleteCheckpointError"),
     ],
 )
-def test_load_of_what_is_no_checkpoint(case: str, words: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_load_of_what_is_no_checkpoint(case: str, words: str, kind: str, tmp_path: Path, ranks: Ranks) -> None:
     path = prepare(case, tmp_path)
     before = listing(tmp_path)
-    check(ranks(2).run(refused_path, "load", [str(path)]), words, "IncompleteCheckpointError")
+    check(ranks(2).run(refused_path, "load", [str(path)]), words, kind)
     assert listing(tmp_path) == before
 
 

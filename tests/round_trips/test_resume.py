@@ -12,13 +12,12 @@ from checkpoint_cases import (
     MODELS,
     OPTIMIZERS,
     Outcome,
-    assert_equal_states,
     load_and_save,
     load_and_train,
     train_and_save,
     whole,
 )
-from harness import RankPool
+from harness import RankPool, assert_equal_states
 
 Ranks = Callable[[int], RankPool]
 STEPS, MORE = 3, 3

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
 from checkpoint_cases import Outcome as Held
-from checkpoint_cases import StatePiece, assert_equal_states, build, held, train, whole
-from harness import RankPool
+from checkpoint_cases import build, held, train, whole
+from harness import RankPool, StatePiece, assert_equal_states
+from paddle.distributed.flex_checkpoint.dcp.load_state_dict import merge_sharded_state_dict
+from safetensors.numpy import load_file
 
 import paddle_fsdp_ckpt as ckpt
 
@@ -27,9 +31,9 @@ def save_by_stock(model: str, path: str, safetensors: bool) -> Held:
     return Held([], state)
 
 
-def save_by_us(model: str, path: str) -> Held:
+def save_by_us(model: str, path: str, optimizer_name: str = "adamw named") -> Held:
     """Train, and save."""
-    made, optimizer = build(model, "adamw named")
+    made, optimizer = build(model, optimizer_name)
     train(made, optimizer, 0, 2)
     ckpt.save(path, model=made, optimizer=optimizer)
     return Held([], held(made, optimizer))
@@ -41,15 +45,33 @@ def load_by_stock(model: str, path: str, safetensors: bool, forward_first: bool)
     if forward_first:  # What was gathered for it must not be used after the load.
         made(paddle.zeros([2, 5], "int64"))
     ckpt.init_optimizer_state(optimizer)
-    # On the CPU wheel, resharding calls Tensor.cuda() on everything.
+    with _cuda_is_a_copy():
+        dist.load_state_dict(_weights(made, optimizer), path, safetensors=safetensors)
+    state = held(made, optimizer)
+    return Held([], state), train(made, optimizer, 2, 3)
+
+
+@contextmanager
+def _cuda_is_a_copy() -> Iterator[None]:
+    """On the CPU wheel, resharding calls Tensor.cuda() on everything."""
     original = paddle.Tensor.cuda
     paddle.Tensor.cuda = lambda tensor, *_: tensor.clone()
     try:
-        dist.load_state_dict(_weights(made, optimizer), path, safetensors=safetensors)
+        yield
     finally:
         paddle.Tensor.cuda = original
-    state = held(made, optimizer)
-    return Held([], state), train(made, optimizer, 2, 3)
+
+
+def load_merged_by_stock(path: str) -> dict[str, np.ndarray]:
+    """Whole tensors, as stock Paddle puts them together."""
+    with _cuda_is_a_copy():
+        return {key: tensor.numpy() for key, tensor in dist.load_merged_state_dict(path, safetensors=True).items()}
+
+
+def merge_by_stock(path: str, target: str, skipped: list[str]) -> None:
+    """Let stock Paddle write whole tensors, each rank a part of them."""
+    with _cuda_is_a_copy():
+        merge_sharded_state_dict(path, target, skip_postfix_list=skipped, safetensors=True)
 
 
 def load_by_us(model: str, path: str) -> tuple[Held, list[float]]:
@@ -88,6 +110,42 @@ def test_stock_loads_our_checkpoints(model: str, source: int, target: int, tmp_p
     assert_equal_states(whole([state for state, _ in by_stock]), whole(saved))
     by_us = ranks(target).run(load_by_us, model, path)
     assert [losses for _, losses in by_stock] == [losses for _, losses in by_us]
+
+
+def shaped(outcomes: list[Held]) -> dict[str, np.ndarray]:
+    """Put the ranks' pieces together, in their shapes."""
+    shapes = {key: piece.global_shape for outcome in outcomes for key, piece in outcome.state.items()}
+    return {key: values.reshape(shapes[key]) for key, values in whole(outcomes).items()}
+
+
+def assert_equal_tensors(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert_equal_states(one, other)
+    assert {key: array.shape for key, array in one.items()} == {key: array.shape for key, array in other.items()}
+
+
+@pytest.mark.parametrize("source", [1, 2, 3])
+@pytest.mark.parametrize(("model", "optimizer"), [("tied", "adamw named"), ("tiny", "adamw named"), ("convolutions", "asgd named")])
+def test_stock_merges_our_checkpoints(model: str, optimizer: str, source: int, tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
+    path = str(tmp_path / "ours")
+    saved = shaped(ranks(source).run(save_by_us, model, path, optimizer))
+    (merged,) = single.run(load_merged_by_stock, path)
+    assert_equal_tensors(merged, saved)
+    for merged in ranks(2).run(load_merged_by_stock, path):
+        assert_equal_tensors(merged, saved)
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("model", "optimizer"), [("tied", "adamw named"), ("convolutions", "asgd named")])
+def test_stock_writes_our_checkpoints_merged(model: str, optimizer: str, source: int, target: int, tmp_path: Path, ranks: Ranks) -> None:
+    path, merged = str(tmp_path / "ours"), tmp_path / "merged"
+    saved = shaped(ranks(source).run(save_by_us, model, path, optimizer))
+    # Paddle's index of what it wrote has no row for integers.
+    skipped = [key for key, values in saved.items() if values.dtype.kind == "i"]
+    ranks(target).run(merge_by_stock, path, str(merged), skipped)
+    found: dict[str, np.ndarray] = {}
+    for name in merged.glob("*.safetensors"):
+        found.update(load_file(name))
+    assert_equal_tensors(found, {key: values for key, values in saved.items() if key not in skipped})
 
 
 def test_the_views_are_the_live_tensors(single: RankPool, ranks: Ranks) -> None:

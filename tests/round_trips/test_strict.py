@@ -134,9 +134,8 @@ def test_a_range_that_is_missing_on_one_rank_is_refused_on_all(state: str, rank:
         return [part(held, 0, held[0].numel - 1)] if held[0] == pieces[rank].piece else [held]
 
     results = ranks(2).run(refused_load, [rewrite(saved / "base", tmp_path / "half", edit)], "base", "adamw", True)
-    assert [name for name, _, _ in results] == ["MismatchError" if one == rank else "RankFailedError" for one in range(2)]
     last = pieces[rank].piece.box_range.stop - 1
-    check(results, [f"'{key}': 1 of the", f"the first is {last} of"], everywhere=False)
+    check(results, [f"rank {rank}: '{key}': 1 of the", f"the first is {last} of"])
 
 
 @pytest.mark.parametrize("differs", [True, False])
@@ -161,7 +160,7 @@ def test_a_range_that_is_stored_twice_must_hold_the_same(differs: bool, saved: P
     path = rewrite(saved / "base", tmp_path / "twice", edit)
     if differs:
         results = ranks(2).run(refused_load, [path], "base", "adamw", True)
-        check(results, [key, "different values for the same elements", "nothing was changed"], "CorruptCheckpointError", everywhere=False)
+        check(results, [key, "different values for the same elements", "nothing was changed"], "CorruptCheckpointError")
     else:
         errors = ranks(2).errors(refused_load, [path], "base", "adamw", True)
         assert [error.message for error in errors] == ["nothing was raised"] * 2

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_cases import assert_equal_states, whole
-from harness import RankPool
+from checkpoint_cases import whole
+from harness import RankPool, assert_equal_states
 from whole_cases import (
     fresh_optimizer,
     frozen_later,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import numpy as np
 
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, FileRecord, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, FileRecord, Manifest, rank_file_name, seal, utc_now
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 Held = tuple[Piece, memoryview]
@@ -38,6 +39,18 @@ def cut(
 def make_manifest(records: Sequence[FileRecord], step: int | None = 7) -> Manifest:
     versions = {"paddle": "3.3.1", "paddle_fsdp_ckpt": "0.1.0"}
     return Manifest(step, len(records), utc_now(), versions, [{"class": "AdamW", "lr": 0.1}], {"epoch": 3}, tuple(records))
+
+
+def reseal(fields: dict[str, Any]) -> str:
+    """Return the text of a manifest of these fields, with a digest that belongs to it."""
+    return seal({key: value for key, value in fields.items() if key != "digest"})
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the fields of a checkpoint's manifest as someone would who makes its digest fit."""
+    fields = json.loads((path / MANIFEST_NAME).read_text())
+    change(fields)
+    (path / MANIFEST_NAME).write_text(reseal(fields))
 
 
 def write_checkpoint(path: Path, files: Sequence[Sequence[Held]]) -> Path:
@@ -68,6 +81,10 @@ class ThreadRendezvous:
             if not self._changed.wait_for(lambda: key in self._store, timeout_seconds):
                 raise TimeoutError(key)
             return self._store[key]
+
+    def forget(self, key: str) -> None:
+        with self._changed:
+            self._store[key] = b""
 
 
 def run_ranks(world_size: int, work: Callable[[ThreadRendezvous], object]) -> list[Any]:

@@ -63,7 +63,8 @@ def test_any_other_error_becomes_a_rank_failure_everywhere(failing: int) -> None
         exchange(ranks, "t", part, lambda _: None, LONG)
 
     results = run_ranks(3, work)
-    assert {str(result) for result in results} == {f"rank {failing} failed: OSError: [Errno 28] No space left on device"}
+    said = f"rank {failing} failed: OSError: [Errno 28] No space left on device; the disk is full: make room there, or save elsewhere"
+    assert {str(result) for result in results} == {said}
     assert results[failing].__cause__ is own
 
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
-from checkpoints import make_manifest
+from checkpoints import make_manifest, reseal
 
 from paddle_fsdp_ckpt.errors import CheckpointError, NewerFormatError, UnsafeCheckpointError
 from paddle_fsdp_ckpt.storage.format import (
@@ -17,7 +18,10 @@ from paddle_fsdp_ckpt.storage.format import (
     staging_name,
 )
 
-RECORDS = [FileRecord(rank_file_name(0), 1000, 3), FileRecord(rank_file_name(1), 900, 2, ("ab12", "cd34"))]
+RECORDS = [
+    FileRecord(rank_file_name(0), 1000, 3, "0123456789abcdef" * 2, 104),
+    FileRecord(rank_file_name(1), (1 << 20) + 900, 2, "0123456789abcdef" * 3, 96),
+]
 
 
 @pytest.fixture
@@ -32,7 +36,32 @@ def test_a_manifest_comes_back_from_its_text_as_it_was(manifest: Manifest) -> No
 def test_losses_that_are_not_finite_come_back() -> None:
     fields = json.loads(make_manifest(RECORDS).to_json())
     fields["extra_state"] = {"best": float("inf")}
-    assert Manifest.from_json(json.dumps(fields)).extra_state == {"best": float("inf")}
+    assert Manifest.from_json(reseal(fields)).extra_state == {"best": float("inf")}
+
+
+def test_any_flipped_bit_or_cut_in_the_text_is_refused(manifest: Manifest) -> None:
+    text = manifest.to_json().encode()
+    for position in range(8 * len(text)):
+        changed = bytearray(text)
+        changed[position // 8] ^= 1 << position % 8
+        with pytest.raises(ValueError, match=r"\w+"):
+            Manifest.from_json(changed.decode("utf-8"))
+    for length in range(len(text)):
+        with pytest.raises(ValueError, match=r"\w+"):
+            Manifest.from_json(text[:length].decode())
+
+
+def test_a_damaged_text_can_be_read_for_what_it_may_be_worth(manifest: Manifest) -> None:
+    text = manifest.to_json().replace('"epoch": 3', '"epoch": 4')
+    with pytest.raises(ValueError, match="damaged or edited"):
+        Manifest.from_json(text)
+    assert Manifest.from_json(text, check_seal=False).extra_state == {"epoch": 4}
+
+
+def test_a_manifest_beyond_its_bound_is_not_written(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> None:
+    monkeypatch.setattr("paddle_fsdp_ckpt.storage.format.MAX_MANIFEST_NBYTES", 500)
+    with pytest.raises(ValueError, match="500 are allowed; keep less in extra_state"):
+        manifest.to_json()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +83,13 @@ def test_losses_that_are_not_finite_come_back() -> None:
         ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "size": -5}]),
         ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "digests": "ab"}]),
         ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "colour": "red"}]),
+        ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "size": 1 << 63}]),
+        ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "digests": "0123456789abcdef"}]),
+        ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "digests": "0123456789ABCDEF" * 3}]),
+        ("files", [RECORDS[0].to_json(), {**RECORDS[1].to_json(), "header_nbytes": 1 << 21}]),
         ("files", [RECORDS[0].to_json(), {"name": "1_0.safetensors"}]),
+        ("paddle_metadata", RECORDS[0].to_json()),
+        ("paddle_metadata", "0.metadata"),
         ("format_version", 0),
         ("format_version", "1"),
         ("format_version", None),
@@ -64,14 +99,16 @@ def test_losses_that_are_not_finite_come_back() -> None:
 def test_an_odd_manifest_is_refused(manifest: Manifest, field: str, value: object) -> None:
     fields = json.loads(manifest.to_json()) | {field: value}
     with pytest.raises(ValueError, match=r"\w+ \w+"):
-        Manifest.from_json(json.dumps(fields))
+        Manifest.from_json(reseal(fields))
 
 
 def test_a_manifest_needs_every_field(manifest: Manifest) -> None:
     fields = json.loads(manifest.to_json())
     for name in fields:
+        rest = {key: value for key, value in fields.items() if key != name}
+        text = json.dumps(rest) if name == "digest" else reseal(rest)
         with pytest.raises(ValueError, match=name):
-            Manifest.from_json(json.dumps({key: value for key, value in fields.items() if key != name}))
+            Manifest.from_json(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"step": 1, "step": 2}', "[" * 100_000])
@@ -80,9 +117,11 @@ def test_what_is_no_manifest_is_refused(text: str) -> None:
         Manifest.from_json(text)
 
 
-def test_a_newer_format_is_named_even_where_its_fields_are_unknown() -> None:
+@pytest.mark.parametrize("dump", [json.dumps, reseal])
+def test_a_newer_format_is_named_even_where_its_fields_are_unknown(dump: Callable[[dict[str, object]], str]) -> None:
+    text = dump({"format_version": FORMAT_VERSION + 1, "shards": []})
     with pytest.raises(NewerFormatError, match=rf"format version {FORMAT_VERSION + 1}.*newer paddle_fsdp_ckpt") as caught:
-        Manifest.from_json(json.dumps({"format_version": FORMAT_VERSION + 1, "shards": []}))
+        Manifest.from_json(text)
     assert isinstance(caught.value, CheckpointError)
 
 
@@ -103,7 +142,7 @@ def test_a_file_name_that_is_not_plain_is_refused(manifest: Manifest, name: str)
     fields = json.loads(manifest.to_json())
     fields["files"][0]["name"] = name
     with pytest.raises(UnsafeCheckpointError, match="N_0.safetensors"):
-        Manifest.from_json(json.dumps(fields))
+        Manifest.from_json(reseal(fields))
 
 
 @pytest.mark.parametrize(

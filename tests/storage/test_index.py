@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import cut, write_checkpoint
+from checkpoints import cut, edit_manifest, write_checkpoint
 
 from paddle_fsdp_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 from paddle_fsdp_ckpt.layout import Range
+from paddle_fsdp_ckpt.storage.digests import Digester
 from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES
 from paddle_fsdp_ckpt.storage.index import read_index, read_manifest
@@ -100,12 +101,6 @@ def test_a_manifest_that_is_no_text_is_named(checkpoint: Path) -> None:
         read_index(checkpoint)
 
 
-def edit_manifest(checkpoint: Path, change: Callable[[dict[str, list[dict[str, object]]]], object]) -> None:
-    fields = json.loads((checkpoint / "manifest.json").read_text())
-    change(fields)
-    (checkpoint / "manifest.json").write_text(json.dumps(fields))
-
-
 @pytest.mark.parametrize("name", ["../1_0.safetensors", "/etc/hostname", "..", "1_0.safetensors/"])
 def test_a_path_as_file_name_is_never_opened(checkpoint: Path, name: str) -> None:
     edit_manifest(checkpoint, lambda fields: fields["files"][1].update(name=name))
@@ -144,13 +139,23 @@ def test_a_missing_file_is_named(checkpoint: Path) -> None:
         read_index(checkpoint)
 
 
+def fields_of(path: Path) -> dict[str, Any]:
+    """Return what a record of the file, as it is, would say."""
+    data = path.read_bytes()
+    header = min(len(data), LENGTH_NBYTES + int.from_bytes(data[:LENGTH_NBYTES], "little"))
+    digester = Digester(header)
+    digester.update(memoryview(data))
+    return {"size": len(data), "header_nbytes": header, "digests": digester.finish() if data else ""}
+
+
 @pytest.mark.parametrize("size", [0, 4, 8, 100, -1])
 def test_a_truncated_file_is_named(checkpoint: Path, size: int) -> None:
     path = checkpoint / "1_0.safetensors"
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
     with pytest.raises(CorruptCheckpointError, match="1_0.safetensors' has .* bytes, and the manifest says"):
         read_index(checkpoint)
-    edit_manifest(checkpoint, lambda fields: fields["files"][1].update(size=path.stat().st_size))
+    record = fields_of(path)
+    edit_manifest(checkpoint, lambda fields: fields["files"][1].update(record))
     with pytest.raises(CorruptCheckpointError, match="1_0.safetensors'"):
         read_index(checkpoint)
 
@@ -159,6 +164,19 @@ def test_a_giant_header_length_is_refused(checkpoint: Path) -> None:
     with open(checkpoint / "0_0.safetensors", "r+b") as file:
         file.write((1 << 60).to_bytes(LENGTH_NBYTES, "little"))
     with pytest.raises(UnsafeCheckpointError, match="0_0.safetensors' asks for a header"):
+        read_index(checkpoint)
+
+
+@pytest.mark.parametrize("position", [0, 9, 60, -1])
+def test_a_damaged_header_is_named(checkpoint: Path, position: int) -> None:
+    """Also where it can still be read, and says something else."""
+    record = read_manifest(checkpoint).files[1]
+    with open(checkpoint / "1_0.safetensors", "r+b") as file:
+        file.seek(position % record.header_nbytes)
+        (value,) = file.read(1)
+        file.seek(position % record.header_nbytes)
+        file.write(bytes([value ^ 1]))
+    with pytest.raises(CorruptCheckpointError, match="1_0.safetensors'"):
         read_index(checkpoint)
 
 

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import cut
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from xxhash import xxh3_64_hexdigest
 
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
@@ -38,7 +39,9 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
         one("größe.гамма", np.array([1, 2], np.int16)),
     ]
     record = write_rank_file(tmp_path / "0_0.safetensors", pieces)
-    assert record == FileRecord("0_0.safetensors", (tmp_path / "0_0.safetensors").stat().st_size, 7)
+    raw = (tmp_path / "0_0.safetensors").read_bytes()
+    header = LENGTH_NBYTES + int.from_bytes(raw[:LENGTH_NBYTES], "little")
+    assert record == FileRecord("0_0.safetensors", len(raw), 7, xxh3_64_hexdigest(raw[:header]) + xxh3_64_hexdigest(raw[header:]), header)
     read = load_file(tmp_path / "0_0.safetensors")
     expected = {
         "flag": np.array([True, False, True]),

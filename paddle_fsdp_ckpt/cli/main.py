@@ -1,0 +1,96 @@
+"""The commands, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import CheckpointError
+from ..storage.format import JsonValue
+from ..storage.salvage import salvage
+from ..storage.system_errors import describe_error
+from ..storage.verify import verify
+from ..version import __version__
+from .progress import ProgressLine
+
+GOOD, FOUND, CANNOT = 0, 1, 2
+"""The exit statuses."""
+
+
+class Report(Protocol):
+    """What a command prints."""
+
+    def to_json(self) -> JsonValue:
+        """The report as plain JSON data."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A command that looks at a directory: what it does, and whether all is good."""
+
+    help: str
+    run: Callable[[argparse.Namespace], tuple[Report, bool]]
+
+
+def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
+    with ProgressLine(sys.stderr) as progress:
+        report = verify(arguments.directory, workers=arguments.workers, progress=progress)
+    return report, report.is_good
+
+
+def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
+    with ProgressLine(sys.stderr) as progress:
+        report = salvage(arguments.directory, workers=arguments.workers, progress=progress)
+    return report, report.is_whole
+
+
+_COMMANDS = {
+    "verify": _Command("check every byte of a checkpoint, and name all that is wrong", _verify),
+    "salvage": _Command("list what is intact in a damaged checkpoint, and what is not", _salvage),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process, and return the exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        report, is_good = _COMMANDS[parsed.command].run(parsed)
+    except CheckpointError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(describe_error(error))
+    print(json.dumps(report.to_json(), indent=1) if parsed.json else report)
+    return GOOD if is_good else FOUND
+
+
+def _refuse(text: str) -> int:
+    print(f"paddle-fsdp-ckpt: {text}", file=sys.stderr)
+    return CANNOT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paddle-fsdp-ckpt",
+        description="Look at checkpoints of paddle_fsdp_ckpt and of stock Paddle.",
+        epilog="Exit status: 0 all is good, 1 it found something, 2 it can't look.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        one = commands.add_parser(name, help=command.help, description=command.help)
+        one.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
+        one.add_argument("--json", action="store_true", help="print the report as JSON")
+        one.add_argument("--workers", type=_positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{number} is less than 1")
+    return number

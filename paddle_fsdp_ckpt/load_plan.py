@@ -1,0 +1,333 @@
+"""What one rank will read from a checkpoint, and into what: decided and checked as a whole before anything changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+from .errors import IncompleteCheckpointError, MismatchError, listing
+from .load_options import LoadOptions, Patterns, map_names, unused_prefixes
+from .load_report import CastKey, LoadNotes
+from .optim import entry_of
+from .optim.registry import MASTER_WEIGHT_KEY
+from .pieces import Piece
+from .planned_load import LoadPlan, Target, read_targets
+from .saved_names import RenamedCheckpoint, rename_checkpoint
+from .saved_run import class_differences, read_saved_run, tied_differences
+from .shardings import StateLoad
+from .storage.casts import can_cast, may_overflow, may_round, read_cast
+from .storage.flex import piece_of
+from .storage.plan import ReadPlan, plan_read
+from .storage.problems import KeyProblem, OtherProblem, ReadProblems
+from .storage.reader import differing_duplicates, verify_first
+from .storage.stock import open_index
+from .subjects import Stepper, Subjects
+
+_LOW_PRECISION = ("float16", "bfloat16")
+
+
+def plan_load(path: Path, subjects: Subjects, options: LoadOptions) -> LoadPlan:
+    """Plan how this rank loads a checkpoint. Optimizers get the states that are to be loaded, and nothing else changes.
+
+    Args:
+        path: the checkpoint.
+        subjects: what was given to ``load``.
+        options: what may differ.
+
+    Raises:
+        CheckpointError: ``key_map`` gives something else than names.
+        IncompleteCheckpointError: no checkpoint, or a file or the optimizer part of it is missing.
+        CorruptCheckpointError: files contradict themselves or each other.
+        MismatchError: ``key_map`` gives two names one.
+    """
+    names = subjects.model_keys().union(*(one.names for one in subjects.steppers))
+    mapped = map_names(options.key_map, names)
+    index = open_index(path)
+    saved = rename_checkpoint(index, read_saved_run(index), {name: mapped.get(name, name) for name in names})
+    planner = _Planner(saved, subjects, options)
+    planner.plan_model()
+    planner.plan_optimizers()
+    return planner.finish(mapped, unused_prefixes(options.key_map, names))
+
+
+@dataclass
+class _Planner:
+    """Collects what to load, part by part, and what is wrong with it; then makes the plan."""
+
+    saved: RenamedCheckpoint
+    given: Subjects
+    options: LoadOptions
+    targets: list[Target] = field(default_factory=list)
+    expected: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+    not_asked_for: list[str] = field(default_factory=list)
+    started_afresh: list[str] = field(default_factory=list)
+    without_state: list[str] = field(default_factory=list)
+    state_loads: list[StateLoad] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        parts = self.options.parts
+        self.wanted = Subjects(
+            self.given.model if "model" in parts else None, self.given.steppers if "optimizer" in parts else (), self.given.sharding
+        )
+        self.index = self.saved.index
+        self.run = self.saved.run.with_tied_names()
+        self.states = self.run.states_in(self.index.stored, self.given.model_keys())
+        # Of tied names one has the states: the first as the checkpoint sorts them.
+        owners = self.saved.run.names
+        self.owner_of = {name: other for names in self.run.tied or () for other in names if other in owners for name in names}
+        self.may_be_missing = Patterns(self.options.allow_missing)
+        self.may_be_left_out = Patterns(self.options.allow_unexpected)
+
+    def states_of(self, name: str) -> set[str]:
+        """Return the keys of the states that the checkpoint has of a parameter."""
+        return self.states.get(self.owner_of.get(name, name), set())
+
+    def plan_model(self) -> None:
+        """Plan parameters and buffers."""
+        model = self.wanted.model
+        if model is None:
+            in_states = set().union(*self.states.values())
+            self.not_asked_for += [key for key in self.index.stored if key not in in_states]
+            return
+        tied = self.wanted.tied()
+        self.tied = tied_differences(self.run, self.index, self.wanted.model_keys(), tied)
+        # The values under the other names are the same, and go to the same memory.
+        others: set[str] = set()
+        for names in tied:
+            first = next((name for name in names if name in self.index), names[0])
+            others.update(name for name in names if name != first)
+            self._leave_out_others(first, names)
+        weights = self.wanted.sharding.model_weights(model)
+        # Tensors without elements are not stored.
+        empty = {key for key, weight in weights.items() if 0 in weight.global_shape}
+        self.expected |= self.wanted.model_keys() - empty
+        self.targets += [self._model_target(key, weight) for key, weight in weights.items() if key not in others and key not in empty]
+
+    def _leave_out_others(self, first: str, names: Sequence[str]) -> None:
+        """Of names that are tied here and not in the checkpoint, leave out all but the first."""
+        group_of = {name: group for group in self.run.tied or () for name in group}
+        for name in names:
+            # Stock Paddle doesn't say what is tied.
+            if name in self.index and self.run.tied is not None and group_of.get(name, name) != group_of.get(first, first):
+                self.left_out.add(name)
+                if self.wanted.steppers:
+                    self.left_out |= self.states_of(name)
+
+    def _model_target(self, key: str, weight: ShardedWeight) -> Target:
+        piece = piece_of(key, weight)
+        if self.options.cast and self.index.dtypes.get(key) in _LOW_PRECISION:
+            master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
+            if master in self.states_of(key) and self.index.dtypes[master] == piece.dtype:
+                return Target(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
+        return Target(key, piece, weight.local_tensor)
+
+    def _state_target(self, key: str, weight: ShardedWeight) -> Target:
+        source = self._state_source(key)
+        return Target(key, piece_of(source, weight), weight.local_tensor, is_substitute=source == key.rpartition(".")[0])
+
+    def _state_source(self, key: str) -> str:
+        """Return the key of the checkpoint that holds a state."""
+        name, _, state = key.rpartition(".")
+        source = f"{self.owner_of.get(name, name)}.{state}"
+        if self.options.cast and state == MASTER_WEIGHT_KEY and source not in self.index and name in self.index:
+            return name
+        return source
+
+    def plan_optimizers(self) -> None:
+        """Plan states and master weights, and let the optimizers have those that are stored."""
+        if not self.run.optimizers and self.run.tied is not None and self.options.parts & {"optimizer", "learning_rate"}:
+            raise IncompleteCheckpointError(
+                f"'{self.index.path}' was saved without an optimizer; load it with parts={{\"model\"}}, or with optimizer=None"
+            )
+        if not self.wanted.steppers:
+            self.not_asked_for += [key for keys in self.states.values() for key in keys]
+            return
+        for stepper in self.wanted.steppers:
+            differences = class_differences(self.run, self.index, stepper)
+            if differences:
+                self.others += differences
+                self.expected |= set().union(*(self.states_of(name) for name in stepper.names))
+            else:
+                self._plan_optimizer(stepper)
+
+    def _plan_optimizer(self, stepper: Stepper) -> None:
+        stored = {name for name in stepper.names if self.states_of(name)}
+        # Of what stock Paddle saved, only the states tell what was in an optimizer.
+        new = {name for name in stepper.names - self.run.names if self.run.tied is not None or name not in self.index}
+        # Where a model is given its keys say so too.
+        self.expected |= {name for name in new if name not in self.index}
+        self._plan_new_parameters(stepper, new)
+        loading = self._begin_load(stepper, stored)
+        if loading is None:
+            return
+        restarted = self._restarted(loading)
+        if restarted:
+            self.started_afresh += sorted(restarted)
+            self.left_out |= set().union(*(self.states_of(name) for name in restarted))
+            stored -= restarted
+            loading = self._begin_load(stepper, stored)
+            if loading is None:
+                return
+        # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
+        self.expected |= set().union(*(self.states_of(one.slot.name) for one in stepper.parameters if not one.range.numel))
+        self.without_state += [
+            one.slot.name for one in stepper.parameters if one.slot.name not in stored | new | restarted and not one.parameter.stop_gradient
+        ]
+        self.targets += [self._state_target(key, weight) for key, weight in loading.weights.items()]
+        self.state_loads.append(loading)
+
+    def _begin_load(self, stepper: Stepper, stored: Collection[str]) -> StateLoad | None:
+        try:
+            return self.wanted.sharding.begin_load(stepper.optimizer, stepper.parameters, stored)
+        except MismatchError as error:
+            self.others.append(str(error))
+            return None
+
+    def _plan_new_parameters(self, stepper: Stepper, new: Collection[str]) -> None:
+        """Let parameters that no optimizer held when they were saved start afresh where that is allowed."""
+        suffixes = [f"{state}_0" for state in entry_of(stepper.optimizer).states]
+        refused = []
+        for name in sorted(new):
+            if self.may_be_missing.match_all([f"{name}.{suffix}" for suffix in suffixes]):
+                self.started_afresh.append(name)
+            elif name in self.index or self.may_be_missing.match(name):
+                refused.append(name)
+        if refused:
+            self.others.append(
+                f"{len(refused)} parameters of the optimizer were in no optimizer when it was saved: {listing(refused)}; "
+                f"give it the same parameters, or start their states afresh with allow_missing=['{refused[0]}.*', ...]"
+            )
+
+    def _restarted(self, loading: StateLoad) -> set[str]:
+        """Return the parameters that lack some states and may lack all, which is the only way to go on without some."""
+        states: dict[str, list[str]] = defaultdict(list)
+        for key in loading.weights:
+            states[key.rpartition(".")[0]].append(key)
+        restarted, half = set(), []
+        for name, keys in states.items():
+            absent = [key for key in keys if self._state_source(key) not in self.index]
+            if absent and self.may_be_missing.match_all(keys):
+                restarted.add(name)
+            elif any(self.may_be_missing.match(key) for key in absent):
+                half.append(name)
+        if half:
+            self.others.append(
+                f"allow_missing matches some states of {listing(half)} and not all, and half a state is of no use; match all, "
+                f"as by '{half[0]}.*', to start such parameters afresh"
+            )
+        return restarted
+
+    def finish(self, mapped: dict[str, str], unused: list[str]) -> LoadPlan:
+        """Plan the reads, judge them, and return the plan."""
+        used_owners = {self.owner_of.get(name, name) for one in self.wanted.steppers for name in one.names}
+        restarted = {self.owner_of.get(name, name) for name in self.started_afresh}
+        for owner in used_owners - restarted:
+            self.left_out -= self.states.get(owner, set())
+        self.expected |= {one.source for one in self.targets}
+        targets = [one for one in self.targets if one.source in self.index]
+        reads = plan_read(self.index, [self._stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
+        self._check_kept_masters([one for one in self.targets if one.source not in self.index])
+        missing, problems = self._judge(reads.problems)
+        if self.options.verify_first and not problems:
+            verify_first(reads)
+        left_out = {self.saved.original_key(key) for key in {*self.left_out, *reads.problems.unexpected}}
+        if not problems:
+            problems = self._check_values(targets, reads)
+        used = [f"allow_missing={one!r}" for one in self.may_be_missing.used()]
+        used += [f"allow_unexpected={one!r}" for one in self.may_be_left_out.used()]
+        return LoadPlan(
+            self.index,
+            self.run,
+            self.options,
+            self.wanted,
+            targets,
+            reads,
+            self.state_loads,
+            problems,
+            LoadNotes(missing, sorted(left_out), self._casts(targets), self.started_afresh, used),
+            self.without_state,
+            [self.saved.original_key(key) for key in self.not_asked_for],
+            mapped,
+            self.tied if self.options.copy_tied else [],
+            unused,
+        )
+
+    def _stored_piece(self, target: Target) -> Piece:
+        stored = self.index.dtypes[target.source]
+        return replace(target.piece, dtype=stored) if self.options.cast and can_cast(stored, target.piece.dtype) else target.piece
+
+    def _judge(self, problems: ReadProblems) -> tuple[list[str], ReadProblems]:
+        """Return the keys that may be missing, and what is wrong besides what the options allow."""
+        states = {self._state_source(key) for loading in self.state_loads for key in loading.weights}
+        allowed = {key for key in problems.missing if key not in states and self.may_be_missing.match(key)}
+        unexpected = sorted(map(self.saved.original_key, problems.unexpected))
+        return sorted(allowed), replace(
+            problems,
+            missing=tuple(key for key in problems.missing if key not in allowed),
+            unexpected=tuple(key for key in unexpected if not self.may_be_left_out.match(key)),
+            tied=() if self.options.copy_tied else tuple(map(OtherProblem, self.tied)),
+            others=tuple(map(OtherProblem, self.others)),
+            # Without a model there may be nothing to match: SGD has no states.
+            nothing_matched=problems.nothing_matched and bool(self.expected or self.wanted.model is not None),
+        )
+
+    def _check_kept_masters(self, missing: Sequence[Target]) -> None:
+        kept = [one.key for one in missing if one.piece.dtype in _LOW_PRECISION]
+        if kept and not self.wanted.steppers and not self.wanted.sharding.masters_follow_singly:
+            self.others.append(
+                f"in Paddle's fused buffers, {listing(kept)} can't keep master weights where those of others follow the model; load the "
+                "optimizer too"
+            )
+
+    def _check_values(self, targets: Sequence[Target], reads: ReadPlan) -> ReadProblems:
+        """Read what must be judged before anything changes, and judge it."""
+        dtypes, files = self.index.dtypes, self.index.files
+        conflicts = {
+            KeyProblem(two.key, f"{files[two.file].name} and {files[two.other_file].name} hold different values for the same elements")
+            for two in differing_duplicates(self.index, reads.duplicates)
+        }
+        narrowed = [one for one in targets if may_overflow(dtypes[one.source], one.piece.dtype)]
+        self._verify(narrowed)
+        overflows = zip(narrowed, read_cast(self.index, [one.piece for one in narrowed], None), strict=True)
+        too_large = [
+            KeyProblem(one.key, f"{count} of its {dtypes[one.source]} values are too large for {one.piece.dtype}")
+            for one, count in overflows
+            if count
+        ]
+        others = [text for loading in self.state_loads if loading.copies for text in self._check_copies(loading)]
+        return ReadProblems(
+            self.index.path, wrong_dtype=tuple(too_large), conflicts=tuple(sorted(conflicts)), others=tuple(map(OtherProblem, others))
+        )
+
+    def _check_copies(self, loading: StateLoad) -> list[str]:
+        """Say what an optimizer has against the values that it would get."""
+        copies = [self._state_target(key, weight) for key, weight in loading.copies.items()]
+        read_targets(self.index, copies, self._verify(copies))
+        try:
+            loading.check()
+        except MismatchError as error:
+            return [str(error)]
+        return []
+
+    def _verify(self, targets: Sequence[Target]) -> ReadPlan:
+        """Return how to read some of the targets, of which all digests are right."""
+        reads = plan_read(self.index, [self._stored_piece(one) for one in targets], ())
+        verify_first(reads)
+        return reads
+
+    def _casts(self, targets: Sequence[Target]) -> list[CastKey]:
+        casts = []
+        for one in targets:
+            saved, now = self.index.dtypes[one.source], one.piece.dtype
+            if one.is_substitute or can_cast(saved, now):
+                casts.append(
+                    CastKey(one.key, self.saved.original_key(one.source), saved, now, can_cast(saved, now) and may_round(saved, now))
+                )
+        return casts

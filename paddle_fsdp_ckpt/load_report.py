@@ -1,0 +1,145 @@
+"""What a load did, for the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from .storage.format import JsonValue
+
+_SHOWN = 5
+
+
+class CastKey(NamedTuple):
+    """A key whose values were converted, or taken from another key of the same parameter.
+
+    Attributes:
+        key: what was loaded.
+        source: the key of the checkpoint that held the values: the same, or the parameter's master weight, or, for a master weight, the
+            parameter itself.
+        saved: Paddle's name of the dtype in the checkpoint.
+        now: the dtype of the object.
+        may_have_rounded: ``now`` lacks some values of ``saved``; values that it lacks are the nearest that it has.
+    """
+
+    key: str
+    source: str
+    saved: str
+    now: str
+    may_have_rounded: bool
+
+    def __str__(self) -> str:
+        source = "" if self.source == self.key else f" of '{self.source}'"
+        return f"'{self.key}': {self.saved}{source} -> {self.now}{' (rounded)' if self.may_have_rounded else ''}"
+
+
+@dataclass(frozen=True)
+class LoadNotes:
+    """What one rank has to report, or all of them together; see :class:`LoadReport`."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    casts: list[CastKey] = field(default_factory=list)
+    started_afresh: list[str] = field(default_factory=list)
+    used_options: list[str] = field(default_factory=list)
+
+    def to_json(self) -> JsonValue:
+        """Return the notes as plain JSON data."""
+        return asdict(self)
+
+
+def merge_notes(ranks: Sequence[JsonValue]) -> LoadNotes:
+    """Return the notes of all ranks as one, or those of one rank, from what :meth:`LoadNotes.to_json` returned."""
+
+    def union(kind: str) -> list[str]:
+        return sorted({one for notes in ranks for one in notes[kind]})
+
+    casts = sorted({CastKey(*one) for notes in ranks for one in notes["casts"]})
+    return LoadNotes(union("missing"), union("unexpected"), casts, union("started_afresh"), union("used_options"))
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did. Keys are as the objects name them, where it doesn't say otherwise; lists are of all ranks together.
+
+    Attributes:
+        path: the checkpoint.
+        step: the step it was saved at, or None.
+        world_size: how many ranks saved it.
+        extra_state: what was given to ``save``.
+        loaded: how many keys this rank loaded.
+        parts: which parts were loaded: ``"model"``, ``"optimizer"``, ``"learning_rate"``.
+        without_state: parameters of the optimizers for which the checkpoint has no state, because they never had a gradient.
+            They have none now either.
+        not_asked_for: keys of the checkpoint, as it names them, that belong to a part that was not loaded.
+        differences: in words, settings of the optimizers that were saved otherwise and were left as they are.
+        missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values.
+        started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows. They have none now:
+            the next step begins them as that of a new optimizer would.
+        unexpected: keys of the checkpoint, as it names them, that were loaded nowhere, as ``allow_unexpected`` allows, or because another
+            tied name's values were taken, or the parameter started afresh.
+        casts: what was converted, as ``cast`` allows.
+        mapped: name of a parameter or buffer -> its name in the checkpoint, where ``key_map`` made them differ.
+        copied_tied: in words, what is tied on one side only and was copied, as ``copy_tied`` allows.
+        unused_options: patterns and entries of ``key_map`` that nothing needed; perhaps they are misspelt.
+    """
+
+    path: Path
+    step: int | None
+    world_size: int
+    extra_state: JsonValue
+    loaded: int
+    parts: list[str] = field(default_factory=list)
+    without_state: list[str] = field(default_factory=list)
+    not_asked_for: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    started_afresh: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    casts: list[CastKey] = field(default_factory=list)
+    mapped: dict[str, str] = field(default_factory=dict)
+    copied_tied: list[str] = field(default_factory=list)
+    unused_options: list[str] = field(default_factory=list)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the objects now hold all that the checkpoint holds, just as it was saved: nothing left out, converted or renamed."""
+        return not (
+            self.not_asked_for
+            or self.differences
+            or self.missing
+            or self.started_afresh
+            or self.unexpected
+            or self.casts
+            or self.mapped
+            or self.copied_tied
+        )
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        lines = [f"loaded '{self.path}'{step}, saved by {self.world_size} rank{'s' * (self.world_size > 1)}: {', '.join(self.parts)}"]
+        lines += [f"{len(items)} {what}: {_first(items)}" for what, items in self._deviations() if items]
+        if self.is_exact:
+            lines.append("everything in it, as it was saved")
+        return "\n- ".join(lines)
+
+    def _deviations(self) -> list[tuple[str, list[str]]]:
+        return [
+            ("keys missing, left as they were", self.missing),
+            ("parameters whose states start afresh", self.started_afresh),
+            ("keys of the checkpoint left out", self.unexpected),
+            ("keys of the checkpoint not asked for", self.not_asked_for),
+            ("keys converted", [str(one) for one in self.casts]),
+            ("names that differ in the checkpoint", [f"'{name}' is '{other}' there" for name, other in self.mapped.items()]),
+            ("tied on one side only, and copied", self.copied_tied),
+            ("settings differ", self.differences),
+            ("parameters without a gradient so far, and without state", self.without_state),
+            ("options not needed", self.unused_options),
+        ]
+
+
+def _first(items: Sequence[str]) -> str:
+    rest = f", ... ({len(items) - _SHOWN} more)" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + rest

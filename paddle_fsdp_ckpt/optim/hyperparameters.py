@@ -1,0 +1,206 @@
+"""An optimizer's hyper-parameters as data: what a checkpoint says of them, and how those of now differ, in words.
+
+They are described for each parameter as they take effect, and parameters with the same ones are listed together. So a description
+doesn't depend on how parameters are divided into param groups, nor on the order of these. From Paddle 3.3's
+``python/paddle/optimizer/*.py``. Learning rates and their schedulers are in :mod:`.schedule`; of the rate only a parameter's factor is
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.regularizer import L1Decay, L2Decay
+
+from ..fsdp import ParameterShard
+from .binding import parameter_groups
+from .registry import SteppedParameter, WholeParameter
+
+JsonValue = Any
+"""None, bool, int, float, str, a list of these, or a dict of them with str keys."""
+
+_IN_OTHER_WORDS = {"weight_decay", "grad_clip", "regularization_method", "regularization_coeff"}
+"""What a param group can set and is not described under this name, or not as it stands there."""
+
+_OF_OPTIMIZER: dict[str, dict[str, str]] = {
+    "Adam": {"amsgrad": "_amsgrad"},
+    "AdamW": {"amsgrad": "_amsgrad", "use_lowprecision_moment": "_use_lowprecision_moment"},
+    "ASGD": {"batch_num": "_n"},
+}
+"""What an optimizer has once for all its groups: its name in Paddle's constructor, and the attribute."""
+
+_ROUNDED: dict[str, dict[str, str]] = {"Rprop": {"learning_rate_range": "_learning_rate_range", "etas": "_etas"}}
+"""The same, where a first step rounds it, see :func:`_as_stepped`."""
+
+_CLIP_SETTINGS = ("clip_norm", "min", "max", "auto_skip_clip")
+
+
+def describe_hyperparameters(
+    optimizer: Any, parameters: Sequence[SteppedParameter], decays: Mapping[str, bool] | None = None
+) -> list[JsonValue]:
+    """Return an optimizer's hyper-parameters as JSON values. Nothing is changed, and no collective is needed.
+
+    Args:
+        optimizer: plain, bound, or stepping the fused buffers of Paddle's own ``fully_shard``; of any class.
+        parameters: what it holds.
+        decays: what ``apply_decay_param_fun`` says of each parameter, by structured name. By default it is asked with Paddle's name of
+            each plain or bound parameter, and is taken to say yes of others, which Paddle knows by other names than the user.
+
+    Returns:
+        One dict for each set of parameters with the same settings, in the order of their first: ``{"optimizer": class name,
+        "parameters": [structured names], "settings": {name: value}}``. A parameter is in one of them.
+    """
+    group_of = {id(parameter): group for group in parameter_groups(optimizer) for parameter in group["params"]}
+    without_groups = next(iter(parameter_groups(optimizer)), {})
+    described: dict[str, dict[str, JsonValue]] = {}
+    for one in parameters:
+        group = group_of.get(id(one.parameter), without_groups)
+        settings = dict(sorted(_settings(optimizer, group, one, decays).items()))
+        entry = described.setdefault(json.dumps(settings), {"optimizer": type(optimizer).__name__, "parameters": [], "settings": settings})
+        entry["parameters"].append(one.slot.name)
+    return list(described.values())
+
+
+def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[str]:
+    """Return in words how hyper-parameters differ from saved ones, parameter by parameter; parameters that only one has are left out.
+
+    Args:
+        saved: what :func:`describe_hyperparameters` returned when the checkpoint was saved; of several optimizers, end to end.
+        now: the same of now. A setting that only one of them knows differs from None.
+
+    Returns:
+        A sentence for each difference that parameters share: ``AdamW, 12 parameters (first 'a.weight'): weight_decay was saved as 0.1
+        and is 0.0 now``.
+    """
+    before = {name: entry for entry in saved for name in entry["parameters"]}
+    found: dict[tuple[str, str, str, str], list[str]] = {}
+    for entry in now:
+        for name in entry["parameters"]:
+            if name in before:
+                for what, was, is_now in _unequal(before[name], entry):
+                    found.setdefault((entry["optimizer"], what, json.dumps(was), json.dumps(is_now)), []).append(name)
+    return [
+        f"{optimizer}, {len(names)} parameter{'s' * (len(names) > 1)} ({'first ' * (len(names) > 1)}'{names[0]}'): "
+        f"{what} was saved as {_shown(was)} and is {_shown(is_now)} now"
+        for (optimizer, what, was, is_now), names in found.items()
+    ]
+
+
+def _unequal(saved: JsonValue, now: JsonValue) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    if saved["optimizer"] != now["optimizer"]:
+        yield "the optimizer", saved["optimizer"], now["optimizer"]
+        return
+    for what in sorted({*saved["settings"], *now["settings"]}):
+        was, is_now = saved["settings"].get(what), now["settings"].get(what)
+        if was != is_now:
+            yield what, was, is_now
+
+
+def _shown(text: str) -> str:
+    value = json.loads(text)
+    if isinstance(value, dict) and "kind" in value:
+        settings = ", ".join(f"{key}={item!r}" for key, item in value.items() if key != "kind")
+        return f"{value['kind']}({settings})"
+    return repr(value)
+
+
+def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[str, bool] | None) -> dict[str, JsonValue]:
+    cls = _paddles_class(optimizer)
+    parameter = one.parameter
+    in_groups = bool(optimizer._param_groups) and isinstance(optimizer._param_groups[0], dict)
+    settings = {
+        key: _json(group[key] if in_groups and key in group else _attribute(optimizer, key, default))
+        for key, default in optimizer._default_dict.items()
+        if key not in _IN_OTHER_WORDS
+    }
+    settings.update({key: _json(getattr(optimizer, attribute)) for key, attribute in _OF_OPTIMIZER.get(cls, {}).items()})
+    settings.update({key: _as_stepped(getattr(optimizer, attribute), parameter.dtype) for key, attribute in _ROUNDED.get(cls, {}).items()})
+    clip = group.get("grad_clip") if in_groups else optimizer._grad_clip
+    attributes = getattr(parameter, "optimize_attr", None) or {}
+    settings.update(
+        {
+            "learning_rate_factor": _json(attributes.get("learning_rate", 1.0)),
+            "multi_precision": bool(getattr(optimizer, "_multi_precision", False)),
+            "grad_clip": _clip(clip),
+            "need_clip": clip is None or bool(getattr(parameter, "need_clip", True)),
+        }
+    )
+    regularizer = _regularizer(optimizer, group, parameter, cls)
+    if cls == "AdamW":
+        settings["weight_decay"] = _decoupled(optimizer, group if in_groups else {}, one, decays)
+        settings["regularizer"] = regularizer
+        settings["lr_ratio"] = _lr_ratio(optimizer, one)
+    else:
+        settings["weight_decay"] = regularizer
+    return settings
+
+
+def _paddles_class(optimizer: Any) -> str:
+    """Return the name of the class of ``paddle.optimizer`` that the optimizer is of, or a subclass of."""
+    return next(cls.__name__ for cls in type(optimizer).__mro__ if getattr(paddle.optimizer, cls.__name__, None) is cls)
+
+
+def _attribute(optimizer: Any, key: str, default: Any) -> Any:
+    """Return what an optimizer without groups goes by; with groups, Paddle overwrites these."""
+    return getattr(optimizer, f"_{key}", getattr(optimizer, key, default))
+
+
+def _decoupled(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[str, bool] | None) -> float:
+    """Return AdamW's weight decay, 0.0 where ``apply_decay_param_fun`` takes the parameter out."""
+    ask = getattr(optimizer, "_apply_decay_param_fun", None)
+    if decays is not None:
+        decayed = decays.get(one.slot.name, True)
+    else:
+        decayed = ask is None or not _has_users_name(one) or bool(ask(one.parameter.name))
+    return float(group.get("weight_decay", optimizer._weight_decay)) if decayed else 0.0
+
+
+def _lr_ratio(optimizer: Any, one: SteppedParameter) -> JsonValue:
+    ask = getattr(optimizer, "_lr_ratio", None)
+    return None if ask is None or not _has_users_name(one) else _json(ask(one.parameter))
+
+
+def _has_users_name(one: SteppedParameter) -> bool:
+    return isinstance(one, (ParameterShard, WholeParameter))
+
+
+def _regularizer(optimizer: Any, group: Mapping[str, Any], parameter: Any, cls: str) -> JsonValue:
+    """Return the regularizer that a parameter gets: its own, or else the optimizer's. Momentum fuses L2 decay into its update."""
+    own = getattr(parameter, "regularizer", None)
+    if own is None and cls == "Momentum":
+        method = group.get("regularization_method", optimizer._regularization_method)
+        if method == "l2_decay":
+            own = L2Decay(group.get("regularization_coeff", optimizer._regularization_coeff))
+    effective = own if own is not None else optimizer.regularization
+    if isinstance(effective, (float, int)):
+        effective = L2Decay(float(effective))
+    if isinstance(effective, (L1Decay, L2Decay)):
+        coefficient = float(effective._coeff)
+        return {"kind": type(effective).__name__, "coefficient": coefficient} if coefficient else None
+    return None if effective is None else {"kind": type(effective).__name__}
+
+
+def _clip(clip: Any) -> JsonValue:
+    if clip is None:
+        return None
+    return {"kind": type(clip).__name__, **{name: _json(getattr(clip, name)) for name in _CLIP_SETTINGS if hasattr(clip, name)}}
+
+
+def _json(value: Any) -> JsonValue:
+    """Return a setting as a JSON value; of what has none, its class."""
+    if isinstance(value, (np.generic, np.ndarray, paddle.Tensor)):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        items = [_json(item) for item in value]
+        return items[0] if len(items) == 1 else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else {"kind": type(value).__name__}
+
+
+def _as_stepped(value: Any, dtype: Any) -> JsonValue:
+    """Return numbers as a first step makes them: Rprop turns its own into a tensor of the parameter's dtype then."""
+    rounded = paddle.to_tensor(_json(value), dtype=dtype).astype("float32").numpy()
+    return [float(str(number)) for number in rounded.reshape([-1])]

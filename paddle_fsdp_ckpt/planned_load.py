@@ -1,0 +1,101 @@
+"""A load that is planned: what one rank reads, and into what; and how that is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import paddle
+
+from .host_memory import destinations
+from .load_options import LoadOptions
+from .load_report import LoadNotes
+from .pieces import Piece
+from .saved_run import SavedRun
+from .shardings import StateLoad
+from .storage.casts import read_cast
+from .storage.index import CheckpointIndex
+from .storage.plan import ReadPlan, plan_read
+from .storage.problems import ReadProblems
+from .storage.reader import execute_read
+from .subjects import Subjects
+
+
+class Target(NamedTuple):
+    """One key to load.
+
+    Attributes:
+        key: its name in the objects.
+        piece: what is wanted, and of which key of the checkpoint, by the names of the objects; in the dtype that is wanted.
+        tensor: where the values go.
+        is_substitute: that key is another value of the same parameter: the master weight, or for that the parameter itself.
+    """
+
+    key: str
+    piece: Piece
+    tensor: paddle.Tensor
+    is_substitute: bool = False
+
+    @property
+    def source(self) -> str:
+        """The key of the checkpoint, by the names of the objects."""
+        return self.piece.key
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What one rank will read, and into what. It must not be carried out where any rank has problems.
+
+    Attributes:
+        index: of the checkpoint, by the names of the objects.
+        run: what it says about its run, by the names of the objects.
+        options: what may differ.
+        subjects: what is loaded: the parts that were chosen, of the objects that were given.
+        targets: what is loaded into.
+        reads: what is read for each of the targets, in the dtypes of the checkpoint.
+        state_loads: one an optimizer.
+        problems: of this rank.
+        notes: what this rank has to report.
+        without_state: see :class:`~.load_report.LoadReport`; the same on all ranks, as are the following.
+        not_asked_for: see there.
+        mapped: see there.
+        copied_tied: see there.
+        unused_prefixes: entries of ``key_map`` that nothing needed.
+    """
+
+    index: CheckpointIndex
+    run: SavedRun
+    options: LoadOptions
+    subjects: Subjects
+    targets: list[Target]
+    reads: ReadPlan
+    state_loads: Sequence[StateLoad]
+    problems: ReadProblems
+    notes: LoadNotes
+    without_state: list[str]
+    not_asked_for: list[str]
+    mapped: dict[str, str]
+    copied_tied: list[str]
+    unused_prefixes: list[str]
+
+    def read(self) -> None:
+        """Read everything into its place."""
+        read_targets(self.index, self.targets, self.reads)
+        for one in self.state_loads:
+            one.finish()
+
+
+def read_targets(index: CheckpointIndex, targets: Sequence[Target], reads: ReadPlan) -> None:
+    """Read the values of the targets into them, those of other dtypes through a buffer of bounded size."""
+    pieces = [one.piece for one in targets]
+    cast: list[int] = []
+    direct: list[int] = []
+    for number, piece in enumerate(pieces):
+        (direct if piece.dtype == index.dtypes[piece.key] else cast).append(number)
+    with destinations([one.tensor for one in targets]) as views:
+        if not cast:
+            execute_read(reads, views)
+            return
+        execute_read(plan_read(index, [pieces[number] for number in direct], ()), [views[number] for number in direct])
+        read_cast(index, [pieces[number] for number in cast], [views[number] for number in cast])

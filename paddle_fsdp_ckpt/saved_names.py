@@ -1,0 +1,67 @@
+"""A checkpoint whose keys have other names than those of the objects, given their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from .saved_run import SavedRun
+from .storage.index import CheckpointIndex
+
+_NOT_LOADED = " (of the checkpoint)"
+"""What follows a name of the checkpoint that is a name of the objects too, but of something that has another name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class RenamedCheckpoint:
+    """A checkpoint by the names of the objects that are loaded.
+
+    Attributes:
+        index: where its values lie; keys that no object has keep their names.
+        run: what it says about its run.
+        original: new name -> the key that the checkpoint has, where they differ.
+    """
+
+    index: CheckpointIndex
+    run: SavedRun
+    original: Mapping[str, str]
+
+    def original_key(self, key: str) -> str:
+        """Return the name that the checkpoint has for a key."""
+        return self.original.get(key, key)
+
+
+def rename_checkpoint(index: CheckpointIndex, run: SavedRun, names: Mapping[str, str]) -> RenamedCheckpoint:
+    """Give a checkpoint's keys, and the states of its parameters, the names of the objects.
+
+    Args:
+        index: of the checkpoint.
+        run: what it says about its run.
+        names: name of each parameter and buffer of the objects -> its name in the checkpoint.
+    """
+    if all(name == other for name, other in names.items()):
+        return RenamedCheckpoint(index, run, {})
+    rename = _renaming(names)
+    new = {key: rename(key) for key in index.stored}
+    renamed = replace(
+        index,
+        dtypes={new[key]: dtype for key, dtype in index.dtypes.items()},
+        stored={new[key]: pieces for key, pieces in index.stored.items()},
+    )
+    return RenamedCheckpoint(renamed, run.renamed(rename), {other: key for key, other in new.items() if key != other})
+
+
+def _renaming(names: Mapping[str, str]) -> Callable[[str], str]:
+    name_of = {other: name for name, other in names.items()}
+
+    def rename(key: str) -> str:
+        owner, _, state = key.rpartition(".")
+        if key in name_of:
+            return name_of[key]
+        if owner in name_of:
+            return f"{name_of[owner]}.{state}"
+        if key in names:
+            return key + _NOT_LOADED
+        return f"{owner}{_NOT_LOADED}.{state}" if owner in names else key
+
+    return rename

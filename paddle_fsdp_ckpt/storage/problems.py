@@ -1,0 +1,239 @@
+"""Why a checkpoint doesn't fit the objects that are to be loaded: as lists, for all ranks together, and in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import MismatchError
+from .format import JsonValue
+
+_LISTED = 20
+_SENT = 1000
+"""How many problems of a kind one rank tells the others of; they are counted beyond."""
+_SEARCHED = 10_000
+_COMPARED = 500
+
+
+class KeyProblem(NamedTuple):
+    """What is wrong with one key, in words, and on which ranks; none of them where it is wrong on all."""
+
+    key: str
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{_on_ranks(self.ranks)}'{self.key}': {self.text}"
+
+
+class OtherProblem(NamedTuple):
+    """What is wrong with the whole, in words, and on which ranks; none of them where it is wrong on all."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{_on_ranks(self.ranks)}{self.text}"
+
+
+@dataclass(frozen=True)
+class ReadProblems:
+    """Why a checkpoint doesn't fit the objects that are to be loaded; all empty where it does.
+
+    An explicit opt-out is ``dataclasses.replace(problems, unexpected=())``: the plan reads whatever has no problem.
+
+    Attributes:
+        path: the checkpoint directory.
+        missing: keys that the objects have and the checkpoint lacks, sorted.
+        unexpected: keys that the checkpoint has and the objects lack, sorted.
+        wrong_shape: one a key whose whole tensors differ in shape.
+        wrong_dtype: one a key whose dtypes differ.
+        uncovered: one a target with elements that no file stores.
+        conflicts: one a pair of files that hold different values for the same elements of a key.
+        tied: names of one tensor here and of several there.
+        others: all else, in whole sentences.
+        nothing_matched: not one key of the objects is in the checkpoint.
+        beyond: name of one of the lists -> how many more there are at least.
+    """
+
+    path: Path
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    wrong_shape: tuple[KeyProblem, ...] = ()
+    wrong_dtype: tuple[KeyProblem, ...] = ()
+    uncovered: tuple[KeyProblem, ...] = ()
+    conflicts: tuple[KeyProblem, ...] = ()
+    tied: tuple[OtherProblem, ...] = ()
+    others: tuple[OtherProblem, ...] = ()
+    nothing_matched: bool = False
+    beyond: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.nothing_matched or any(getattr(self, kind) for kind in _LISTS)
+
+    def raise_if_any(self) -> None:
+        """Raise where there is a problem.
+
+        Raises:
+            MismatchError: it lists the problems, the first 20 of each kind and how many there are.
+        """
+        if self:
+            raise MismatchError(str(self))
+
+    def to_json(self) -> JsonValue:
+        """Return the problems as plain JSON data, without the path; the first thousand of each kind and how many more."""
+        value: JsonValue = {kind: getattr(self, kind)[:_SENT] for kind in _LISTS}
+        value["beyond"] = {kind: len(getattr(self, kind)) - _SENT for kind in _LISTS if len(getattr(self, kind)) > _SENT}
+        return value | {"nothing_matched": self.nothing_matched}
+
+    def __str__(self) -> str:
+        lines = [f"the checkpoint '{self.path}' doesn't fit the objects to load; nothing was changed"]
+        if self.nothing_matched:
+            lines.append("not one key matches")
+        lines += [str(one) for one in self.others]
+        if self.tied:
+            lines.append(self._line("tied", "tied on one side only", self.tied))
+        if self.missing:
+            lines.append(self._line("missing", "missing from the checkpoint", (f"'{key}'" for key in self.missing)))
+            lines.extend(near_misses(self.missing, self.unexpected))
+        if self.unexpected:
+            lines.append(self._line("unexpected", "in the checkpoint, and not in the objects", (f"'{key}'" for key in self.unexpected)))
+        lines += [self._line(kind, what, getattr(self, kind)) for kind, what in _KEY_PROBLEMS.items() if getattr(self, kind)]
+        return "\n- ".join(lines) + f"\nWay out: {self._way_out()}"
+
+    def _line(self, kind: str, what: str, items: Iterable[object]) -> str:
+        count = len(getattr(self, kind)) + self.beyond.get(kind, 0)
+        shown = [str(item) for item in items][:_LISTED]
+        rest = f", ... ({count - len(shown)} more)" if count > len(shown) else ""
+        return f"{count} {what}: {', '.join(shown)}{rest}"
+
+    def _way_out(self) -> str:
+        options = []
+        if self.missing:
+            options.append("allow_missing=[patterns of keys that keep their values]")
+        if self.unexpected:
+            options.append("allow_unexpected=[patterns of keys to leave out]")
+        if any(CASTABLE in problem.text for problem in self.wrong_dtype):
+            options.append("cast=True")
+        if self.tied:
+            options.append("copy_tied=True")
+        either = f"; or say what may differ: {', '.join(options)}" if options else ""
+        if self.conflicts:
+            return (
+                "either a file is damaged, or ranks saved different tensors under one name: give those distinct keys or offsets, or load "
+                "another checkpoint"
+            )
+        return f'load it into the model and optimizer that it was saved from{either}; or the weights only, with parts={{"model"}}'
+
+
+CASTABLE = "(cast=True converts it)"
+"""What ends the text of a ``wrong_dtype`` that a conversion would solve."""
+
+_KEY_PROBLEMS = {
+    "wrong_shape": "of another shape",
+    "wrong_dtype": "of another dtype",
+    "uncovered": "not stored whole",
+    "conflicts": "stored twice",
+}
+_LISTS = tuple(one.name for one in fields(ReadProblems) if str(one.type).startswith("tuple"))
+
+
+def merge_problems(path: Path, ranks: Sequence[JsonValue]) -> ReadProblems:
+    """Return the problems of all ranks as one.
+
+    Args:
+        path: the checkpoint directory.
+        ranks: what :meth:`ReadProblems.to_json` returned on each rank, in order.
+    """
+
+    def of_keys(kind: str) -> tuple[KeyProblem, ...]:
+        return tuple(KeyProblem(*found) for found in _by_rank(ranks, kind))
+
+    merged = ReadProblems(
+        path,
+        missing=tuple(sorted({key for one in ranks for key in one["missing"]})),
+        unexpected=tuple(sorted({key for one in ranks for key in one["unexpected"]})),
+        wrong_shape=of_keys("wrong_shape"),
+        wrong_dtype=of_keys("wrong_dtype"),
+        uncovered=of_keys("uncovered"),
+        conflicts=of_keys("conflicts"),
+        tied=tuple(OtherProblem(*found) for found in _by_rank(ranks, "tied")),
+        others=tuple(OtherProblem(*found) for found in _by_rank(ranks, "others")),
+        nothing_matched=all(one["nothing_matched"] for one in ranks),
+    )
+    counts = {kind: max(len(one[kind]) + one["beyond"].get(kind, 0) for one in ranks) for kind in _LISTS}
+    return replace(merged, beyond={kind: count - len(getattr(merged, kind)) for kind, count in counts.items() if count > _SENT})
+
+
+def _by_rank(ranks: Sequence[JsonValue], kind: str) -> Iterator[tuple[JsonValue, ...]]:
+    """Yield each different problem of a kind with the ranks that have it, or with none where all do."""
+    found: dict[tuple[JsonValue, ...], list[int]] = {}
+    for rank, one in enumerate(ranks):
+        for *what, _ in one[kind]:
+            found.setdefault(tuple(what), []).append(rank)
+    for words, having in found.items():
+        yield (*words, () if len(having) == len(ranks) else tuple(having))
+
+
+def _on_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
+
+
+def near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+    """Say which missing keys are in the checkpoint under a name that begins otherwise, or is spelt nearly so, and what to do.
+
+    Args:
+        missing: keys that the objects have and the checkpoint lacks.
+        unexpected: keys that the checkpoint has and the objects lack.
+    """
+    there = sorted(unexpected)[:_SEARCHED]
+    prefixes = _changed_prefixes(sorted(missing)[:_SEARCHED], there)
+    lines = [f"{count} of these are in it {_say_prefixes(here, saved)}" for (here, saved), count in prefixes]
+    if prefixes:
+        entries = ", ".join(f"{here!r}: {saved!r}" for here, saved in dict(pair for pair, _ in prefixes).items())
+        return [*lines, f"was the model wrapped or renamed since? Then load with key_map={{{entries}}}"]
+    for key in sorted(missing)[:_LISTED]:
+        close = get_close_matches(key, there[:_COMPARED], 1, 0.8)
+        if close:
+            lines.append(f"'{key}' is missing, and '{close[0]}' is there")
+    return lines
+
+
+def _say_prefixes(here: str, saved: str) -> str:
+    if not saved:
+        return f"without their prefix '{here}'"
+    return f"with '{saved}' for their '{here}'" if here else f"with the prefix '{saved}' in front"
+
+
+def _changed_prefixes(missing: Sequence[str], there: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
+    """Return up to three pairs (prefix of missing keys, prefix in the checkpoint), by the number of keys that they explain."""
+    by_ending: dict[str, list[str]] = {}
+    for key in there:
+        for ending in _endings(key):
+            by_ending.setdefault(ending, []).append(key)
+    found: Counter[tuple[str, str]] = Counter()
+    longest: dict[tuple[str, str], int] = {}
+    for key in missing:
+        ending = next((ending for ending in _endings(key) if ending in by_ending), "")
+        # Where several keys end alike, nobody knows which one is meant.
+        if ending and len(by_ending[ending]) == 1:
+            pair = key[: len(key) - len(ending)], by_ending[ending][0][: -len(ending)]
+            found[pair] += 1
+            longest[pair] = max(longest.get(pair, 0), ending.count("."))
+    # One common last word, such as "weight", says nothing; a wrapper adds its prefix and changes nothing else.
+    likely = Counter({pair: count for pair, count in found.items() if count > 1 or longest[pair] or not all(pair)})
+    pairs = {pair[0]: (pair, count) for pair, count in reversed(likely.most_common(3))}
+    return list(reversed(pairs.values()))
+
+
+def _endings(key: str) -> Iterator[str]:
+    """Yield the key, and then what is left without its first names, the longest first."""
+    yield key
+    position = key.find(".")
+    while position >= 0:
+        yield key[position + 1 :]
+        position = key.find(".", position + 1)

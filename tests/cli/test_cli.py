@@ -1,0 +1,81 @@
+"""The command line: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_fsdp_ckpt.cli.main import main
+from paddle_fsdp_ckpt.pieces import Piece
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.writer import write_rank_file
+
+COMMAND = [sys.executable, "-m", "paddle_fsdp_ckpt"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "step"
+    path.mkdir()
+    piece = Piece("w", "float32", (6,), (0,), (6,))
+    record = write_rank_file(path / rank_file_name(0), [(piece, np.arange(6, dtype=np.float32).data)])
+    (path / MANIFEST_NAME).write_text(Manifest(3, 1, utc_now(), {"paddle": "3.3.1"}, [], None, (record,)).to_json())
+    return path
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("command", ["verify", "salvage"])
+def test_exit_status_and_output(checkpoint: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(checkpoint)]) == 0
+    assert "1 keys" in capsys.readouterr().out
+    damage(checkpoint / "0_0.safetensors")
+    assert main([command, str(checkpoint), "--workers", "2"]) == 1
+    assert "'w'" in capsys.readouterr().out
+    assert main([command, str(checkpoint), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["path"] == str(checkpoint)
+    assert main([command, str(checkpoint / "nowhere")]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("paddle-fsdp-ckpt: there is no checkpoint")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["verify"], ["frob", "x"], ["verify", "x", "--workers", "0"], ["verify", "x", "--workers", "many"]]
+)
+def test_a_wrong_command_line_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: paddle-fsdp-ckpt" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module_without_paddle(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "paddle.py").write_text("raise ImportError('no Paddle here')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    done = subprocess.run([*COMMAND, "verify", str(checkpoint)], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "nothing is wrong"
+    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.startswith("paddle-fsdp-ckpt ")
+
+
+def test_progress_is_shown_on_a_terminal_and_nothing_is_left_of_it(checkpoint: Path) -> None:
+    ours, theirs = pty.openpty()
+    subprocess.run([*COMMAND, "verify", str(checkpoint)], stdout=subprocess.DEVNULL, stderr=theirs, check=True, timeout=60)
+    os.close(theirs)
+    shown = os.read(ours, 1000).decode()
+    os.close(ours)
+    assert "100 % of 0 MiB" in shown
+    assert shown.endswith("\r\x1b[K")

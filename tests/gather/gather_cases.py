@@ -1,0 +1,315 @@
+"""Models whose whole tensors are known, and what runs on the ranks to gather and scatter them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from harness import this_rank
+from paddle import nn
+from paddle.nn import functional as F
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.fsdp import Communicator, ShardedParameter, runtime_of
+
+
+class Adapted(nn.Layer):
+    """A frozen matrix, and a low-rank adapter beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        for parameter in self.base.parameters():
+            parameter.stop_gradient = True
+        self.down = nn.Linear(width, 2, bias_attr=False)
+        self.up = nn.Linear(2, width, bias_attr=False)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Net(nn.Layer):
+    """Tied embedding, adapters in nested blocks, a convolution, BatchNorm's buffers, a scalar and a parameter of one element."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.LayerList([nn.Sequential(Adapted(width), nn.GELU(), Adapted(width)) for _ in range(2)])
+        self.conv = nn.Conv1D(width, 4, 3, padding=1)
+        self.norm = nn.BatchNorm1D(4)
+        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.5))
+        self.head = nn.Linear(4, width)
+        self.out = nn.Embedding(11, width)
+        self.out.weight = self.embed.weight
+        self.register_buffer("steps", paddle.to_tensor([3], dtype="int64"))
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = F.relu(self.norm(self.conv(x.transpose([0, 2, 1])))).transpose([0, 2, 1])
+        return paddle.matmul(self.head(x) * self.scale, self.out.weight, transpose_y=True)
+
+
+def values_of(model: nn.Layer, shift: float = 0.0) -> dict[str, np.ndarray]:
+    """Give each tensor of a plain model values of its own, and return them under every name."""
+    by_id: dict[int, np.ndarray] = {}
+    for number, (_, tensor) in enumerate(model.state_dict().items()):
+        if id(tensor) not in by_id:
+            value = (np.arange(int(np.prod(tensor.shape))).reshape(tensor.shape) * 0.01 + number + shift).astype(tensor.numpy().dtype)
+            by_id[id(tensor)] = value
+            tensor.set_value(value)
+    return {name: by_id[id(tensor)] for name, tensor in model.state_dict().items()}
+
+
+def sharded(shift: float = 0.0, make: Callable[[nn.Layer], Any] | None = None) -> tuple[nn.Layer, dict[str, np.ndarray], Any]:
+    """Return a sharded model, the values that it had, and its optimizer."""
+    model = Net()
+    right = values_of(model, shift)
+    optimizer = None if make is None else make(model)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    return model, right, optimizer
+
+
+def assert_same(found: dict[str, Any], right: dict[str, np.ndarray]) -> None:
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert list(found[name].shape) == list(value.shape), name
+        assert found[name].stop_gradient
+        np.testing.assert_array_equal(found[name].numpy(), value, err_msg=name)
+
+
+def gather_everything() -> None:
+    model, right, _ = sharded()
+    buffers = {"steps", "norm._mean", "norm._variance"}
+    pairs = list(ckpt.iter_full_parameters(model))
+    assert_same(dict(pairs), {name: value for name, value in right.items() if name not in buffers})
+    named = dict(pairs)
+    assert named["out.weight"] is named["embed.weight"]
+    assert_same(ckpt.full_state_dict(model, to_rank=None), right)
+    last = this_rank().world_size - 1
+    assert_same(ckpt.full_state_dict(model, to_rank=last), right if this_rank().rank == last else {})
+    # Owned: another value of the weights leaves them as they are.
+    for parameter in model.parameters():
+        if isinstance(parameter, ShardedParameter):
+            parameter.set_value(np.zeros(parameter.shape, "float32"))
+    assert_same(named, {name: value for name, value in right.items() if name not in buffers})
+
+
+def gather_some() -> tuple[int, int]:
+    """Return how many collectives the adapters took, and how many an impossible wish."""
+    model, right, _ = sharded()
+    runtime = runtime_of(model)
+    assert runtime is not None
+    counted = [0]
+    real = Communicator.all_gather
+
+    def count(self: Communicator, shard: paddle.Tensor) -> paddle.Tensor:
+        counted[0] += 1
+        return real(self, shard)
+
+    Communicator.all_gather = count  # type: ignore[method-assign]
+    try:
+        adapters = dict(ckpt.iter_full_parameters(model, include=["blocks.*"], trainable_only=True))
+        took = counted[0]
+        assert not dict(ckpt.iter_full_parameters(model, include=["nothing.*"]))
+        nothing = counted[0] - took
+    finally:
+        Communicator.all_gather = real  # type: ignore[method-assign]
+    wanted = {name: value for name, value in right.items() if name.startswith("blocks.") and ".base." not in name}
+    assert_same(adapters, wanted)
+    ends = ckpt.iter_full_parameters(model, include=lambda name: name.endswith("weight"), exclude=["out.*", "blocks.*"], dtype="float64")
+    found = dict(ends)
+    assert found.keys() == {"embed.weight", "conv.weight", "norm.weight", "head.weight"}
+    for name, tensor in found.items():
+        assert tensor.dtype == paddle.float64
+        np.testing.assert_array_equal(tensor.numpy(), right[name].astype("float64"))
+    assert all(not runtime_unit.is_gathered for runtime_unit in runtime.units)
+    return took, nothing
+
+
+def peak_of_a_gather() -> tuple[int, int, int]:
+    """Return the most bytes that iterating needed, the largest buffer's bytes, and all bytes."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+    ckpt.fully_shard(model, optimizer=None)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    sizes = [buffer.layout.nbytes for buffer in runtime.buffers]
+    before = paddle.device.core.host_memory_stat_current_value("Allocated", 0)
+    paddle.device.core.host_memory_stat_reset_peak_value("Allocated", 0)
+    for _, tensor in ckpt.iter_full_parameters(model):
+        del tensor
+    peak = paddle.device.core.host_memory_stat_peak_value("Allocated", 0)
+    return peak - before, max(sizes), sum(sizes)
+
+
+def leave_early(when: int) -> str:
+    """Stop on the last rank after ``when`` tensors, and return what the others say."""
+    model, right, _ = sharded()
+    place = this_rank()
+    said = ""
+    if place.rank == place.world_size - 1:
+        for count, _ in enumerate(ckpt.iter_full_parameters(model), 1):
+            if count == when:
+                break
+    else:
+        with pytest.raises(ckpt.RankFailedError) as caught:
+            list(ckpt.iter_full_parameters(model))
+        said = str(caught.value)
+    # The group is as it was.
+    assert_same(ckpt.full_state_dict(model, to_rank=None), right)
+    for count, _ in enumerate(ckpt.iter_full_parameters(model), 1):  # all leave alike
+        if count == when:
+            break
+    assert_same(ckpt.full_state_dict(model, to_rank=None), right)
+    return said
+
+
+def ask_for_different_things() -> str:
+    model, _, _ = sharded()
+    with pytest.raises(ckpt.ShardingError) as caught:
+        ckpt.iter_full_parameters(model, include=["embed.*" if this_rank().rank else "head.*"])
+    with pytest.raises(ckpt.CheckpointError, match="to_rank is 7"):
+        ckpt.full_state_dict(model, to_rank=7)
+    return str(caught.value)
+
+
+def step_after_a_gather(gathers: bool) -> tuple[list[float], dict[str, np.ndarray]]:
+    paddle.seed(5)
+    model, _, optimizer = sharded(make=lambda m: paddle.optimizer.AdamW(0.01, parameters=m.parameters()))
+    losses = []
+    for step in range(3):
+        tokens = paddle.to_tensor(np.random.RandomState(step + this_rank().rank).randint(0, 11, [4, 5]))
+        loss = F.cross_entropy(model(tokens).reshape([-1, 11]), tokens.reshape([-1]))
+        if gathers:
+            ckpt.full_state_dict(model)
+        loss.backward()
+        if gathers:
+            ckpt.full_state_dict(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(loss.item())
+    pieces = {key: weight.local_tensor.numpy().copy() for key, weight in ckpt.sharded_state_dict(model).items()}
+    return losses, pieces
+
+
+OPTIMIZERS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "adamw": lambda parameters: paddle.optimizer.AdamW(0.01, parameters=parameters, amsgrad=True),
+    "asgd": lambda parameters: paddle.optimizer.ASGD(0.01, 3, parameters=parameters),
+    "nadam": lambda parameters: paddle.optimizer.NAdam(0.01, parameters=parameters, name="opt"),
+    "sgd": lambda parameters: paddle.optimizer.SGD(0.01, parameters=parameters),
+}
+
+
+class Rows(nn.Layer):
+    """Its gradients are its inputs, whatever the number of ranks; ``idle`` never gets one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.second = nn.Linear(7, 2)
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, step: int) -> paddle.Tensor:
+        parts = [self.first.weight, self.first.bias, self.second.weight, self.second.bias]
+        factors = [paddle.arange(part.size, dtype="float32").reshape(part.shape) * 0.125 + step for part in parts]
+        return sum(((part * factor).sum() for part, factor in zip(parts, factors, strict=True)), paddle.zeros([]))
+
+
+def states_of(name: str, shards: bool) -> dict[str, np.ndarray]:
+    """Take three steps, and return the whole states by key: gathered, or those of a plain model."""
+    model = Rows()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.set_value(np.arange(parameter.size, dtype="float32").reshape(parameter.shape) * 0.01 + number)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    names = {parameter.name: structured for structured, parameter in model.named_parameters()}
+    if shards:
+        ckpt.fully_shard(model, optimizer=optimizer)
+    for step in range(3):
+        model(step).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    if shards:
+        found = ckpt.full_optimizer_state_dict(optimizer, to_rank=None)
+        return {key: tensor.numpy() for key, tensor in found.items()}
+    states = {}
+    for accumulator, tensors in optimizer._accumulators.items():
+        for owner, tensor in tensors.items():
+            states[f"{names[owner]}.{accumulator.removeprefix('opt_').lstrip('_')}_0"] = tensor.numpy()
+    return states
+
+
+def scatter(kind: str) -> None:
+    model, right, _ = sharded()
+    plain = Net()
+    new = values_of(plain, shift=1000.0)
+    source = this_rank().world_size - 1
+    given: Any = None
+    if this_rank().rank == source:
+        tensors = {name: paddle.to_tensor(value) for name, value in new.items()}
+        given = {
+            "dict": tensors,
+            "numpy": new,
+            "iterator": iter(tensors.items()),
+            "backwards": iter(reversed(tensors.items())),
+            "one name": {name: value for name, value in new.items() if name != "out.weight"},
+        }[kind]
+    ckpt.load_full_state_dict(model, given, from_rank=source)
+    assert_same(ckpt.full_state_dict(model, to_rank=None), new)
+    assert not any(np.array_equal(right[name], new[name]) for name in right)
+
+
+def scatter_badly(kind: str) -> str:
+    model, right, _ = sharded()
+    new = values_of(Net(), shift=1000.0)
+    if kind == "missing":
+        del new["head.bias"], new["steps"]
+    elif kind == "unexpected":
+        new["head.skew"] = new["head.bias"]
+    elif kind == "shape":
+        new["conv.weight"] = new["conv.weight"].reshape(-1)
+    elif kind == "dtype":
+        new["scale"] = new["scale"].astype("float64")
+    elif kind == "tied":
+        new["out.weight"] = new["out.weight"] + 1
+    elif kind == "twice":
+        new = [*new.items(), ("scale", new["scale"])]
+    elif kind == "raises":
+
+        def broken() -> Any:
+            yield from list(new.items())[:3]
+            raise OSError("the pipe broke")
+
+        source = broken()
+    given = source if kind == "raises" else new
+    with pytest.raises((ckpt.CheckpointError, OSError)) as caught:
+        ckpt.load_full_state_dict(model, given if this_rank().rank == 0 else None)
+    assert_same(ckpt.full_state_dict(model, to_rank=None), right)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def masters_follow() -> None:
+    model = nn.Linear(6, 5)
+    model.to(dtype="bfloat16")
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters(), multi_precision=True)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.init_optimizer_state(optimizer)
+    new = {name: paddle.full(shape, 0.5, "bfloat16") for name, shape in (("weight", [6, 5]), ("bias", [5]))}
+    ckpt.load_full_state_dict(model, new)
+    masters = {key: tensor for key, tensor in ckpt.full_optimizer_state_dict(optimizer, to_rank=None).items() if key.endswith(".w_0")}
+    assert masters.keys() == {"weight.w_0", "bias.w_0"}
+    for tensor in masters.values():
+        assert tensor.dtype == paddle.float32
+        assert (tensor.numpy() == 0.5).all()
+
+
+def plain_model() -> None:
+    model = Net()
+    right = values_of(model)
+    assert_same(ckpt.full_state_dict(model), right if this_rank().rank == 0 else {})
+    assert_same(ckpt.full_state_dict(model, to_rank=None, include=["head.*"]), {n: v for n, v in right.items() if n.startswith("head.")})
+    with pytest.raises(ckpt.ShardingError, match="set_state_dict"):
+        ckpt.load_full_state_dict(model, right)

@@ -1,0 +1,302 @@
+"""Loss scaling over a sharded model: the same steps, skips and scales as in one process, whichever rank finds the infinity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from harness import RankPool, this_rank
+from paddle import nn
+from paddle.amp import grad_scaler
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt import errors
+from paddle_fsdp_ckpt.fsdp import runtime_of
+from paddle_fsdp_ckpt.optim import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler
+
+Ranks = Callable[[int], RankPool]
+ROWS = 12
+INFINITE = {2: np.inf, 5: np.nan, 6: -np.inf}
+"""The steps in which one element of one gradient is not finite."""
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let a GradScaler be enabled on CPU, and see float16, as it would be on a GPU; the kernels are there.
+
+    And let it print its scale, a tensor of shape [1]: with numpy 2.4, Paddle 3.3.1 fails there at the first infinity.
+    """
+    names = ("_dygraph_tracer", "amp_global_state")
+    kept = {name: getattr(grad_scaler, name) for name in names}
+    vars(grad_scaler)["float"] = lambda value: value.item() if isinstance(value, paddle.Tensor) else float(value)
+    place = SimpleNamespace(is_gpu_place=lambda: True)
+    grad_scaler._dygraph_tracer = lambda: SimpleNamespace(_expected_place=place)
+    grad_scaler.amp_global_state = lambda: SimpleNamespace(amp_dtype="float16")
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(grad_scaler, name, kept[name])
+        del vars(grad_scaler)["float"]
+
+
+class Net(nn.Layer):
+    """Adds to its loss what gives the first element of one weight, or the last of its bias, a gradient of choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 75)
+        self.last = nn.Linear(75, 2)
+
+    def forward(self, x: paddle.Tensor, which: str, extra: float) -> paddle.Tensor:
+        loss = self.last(nn.functional.gelu(self.first(x))).square().mean()
+        parameter = getattr(self.last, which)
+        chosen = np.zeros(parameter.shape, "float32")
+        chosen.reshape(-1)[0 if which == "weight" else -1] = extra
+        return loss + (paddle.to_tensor(chosen) * parameter).sum()
+
+
+def _groups(model: nn.Layer) -> Any:
+    groups = [{"params": model.last.parameters(), "weight_decay": 0.3}, {"params": model.first.parameters()}]
+    return paddle.optimizer.AdamW(0.05, epsilon=1e-4, parameters=groups, grad_clip=nn.ClipGradByGlobalNorm(0.1))
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Layer], Any]] = {
+    "sgd": lambda m: paddle.optimizer.SGD(0.1, parameters=m.parameters()),
+    "momentum clipped": lambda m: paddle.optimizer.Momentum(0.1, parameters=m.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.1)),
+    "adamw groups": _groups,
+    "asgd": lambda m: paddle.optimizer.ASGD(0.1, 2, parameters=m.parameters()),
+}
+
+
+def step(scaler: Any, optimizer: Any, loss: paddle.Tensor, how: str) -> None:
+    scaled = scaler.scale(loss)
+    scaled.backward()
+    if how == "minimize":
+        scaler.minimize(optimizer, scaled)
+    else:
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+            with pytest.raises(RuntimeError, match="already been called"):
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        if scaler.is_use_dynamic_loss_scaling():
+            with pytest.raises(RuntimeError, match="already been called"):
+                scaler.step(optimizer)
+        scaler.update()
+    optimizer.clear_grad()
+
+
+def make_scaler(**options: Any) -> Any:
+    return paddle.amp.GradScaler(init_loss_scaling=1024.0, incr_every_n_steps=2, **options)
+
+
+def run(optimizer: str, how: str, which: str, sharded: bool, dynamic: bool = True) -> list[tuple[dict[str, np.ndarray], Any]]:
+    """Eight steps; after each, this rank's weights (whole ones, where not sharded) and the scaler's state."""
+    paddle.seed(3)
+    model = Net()
+    stepper = OPTIMIZERS[optimizer](model)
+    scaler = make_scaler(use_dynamic_loss_scaling=dynamic)
+    place = this_rank()
+    rows = slice(0, ROWS)
+    if sharded:
+        ckpt.fully_shard(model, optimizer=stepper)
+        bind_grad_scaler(scaler)
+        bind_grad_scaler(scaler)
+        rows = slice(ROWS // place.world_size * place.rank, ROWS // place.world_size * (place.rank + 1))
+    seen = []
+    for number in range(8):
+        batch = np.random.RandomState(number).standard_normal([ROWS, 3]).astype("float32")[rows]
+        step(scaler, stepper, model(paddle.to_tensor(batch), which, INFINITE.get(number, 0.0)), how)
+        seen.append((weights(model), json.loads(json.dumps(describe_grad_scaler(scaler), allow_nan=False))))
+    return seen
+
+
+def weights(model: nn.Layer) -> dict[str, np.ndarray]:
+    runtime = runtime_of(model)
+    if runtime is None:
+        return {name: parameter.numpy().reshape(-1).copy() for name, parameter in model.named_parameters()}
+    return {f"{one.slot.name} {one.range.start} {one.range.stop}": one.local.numpy().copy() for one in runtime.shards}
+
+
+def compare(optimizer: str, how: str, which: str, dynamic: bool = True) -> bool:
+    """Run it sharded and in this process alone, and compare; return whether this rank holds the infinite element."""
+    with as_on_gpu():
+        right, tried = run(optimizer, how, which, False, dynamic), run(optimizer, how, which, True, dynamic)
+    before: dict[str, np.ndarray] = {}
+    for number, ((whole, right_state), (pieces, state)) in enumerate(zip(right, tried, strict=True)):
+        assert state == right_state
+        for name, piece in pieces.items():
+            name, start, stop = name.split()
+            np.testing.assert_allclose(piece, whole[name][int(start) : int(stop)], rtol=1e-5, atol=1e-6)
+        if before and any(piece.size for piece in pieces.values()):
+            skipped = all(np.array_equal(piece, before[name]) for name, piece in pieces.items())
+            assert skipped == (number in INFINITE)
+        before = pieces
+    scales = [state["scale"] for _, state in tried]
+    assert scales == ([1024, 2048, 1024, 1024, 2048, 1024, 512, 512] if dynamic else [1024] * 8)
+    element = "last.weight 0 " if which == "weight" else "last.bias "
+    return any(name.startswith(element) and piece.size and (which == "weight" or name.endswith(" 2")) for name, piece in before.items())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "how"),
+    # Paddle's minimize takes no param groups.
+    [(name, how) for name in OPTIMIZERS for how in ("step", "minimize", "unscale_") if (name, how) != ("adamw groups", "minimize")],
+)
+def test_scaled_steps_are_those_of_one_process(optimizer: str, how: str, ranks: Ranks) -> None:
+    assert ranks(2).run(compare, optimizer, how, "weight") == [True, False]
+    assert ranks(2).run(compare, optimizer, how, "bias") == [False, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_at_other_world_sizes(world_size: int, ranks: Ranks) -> None:
+    assert sum(ranks(world_size).run(compare, "adamw groups", "step", "bias")) == 1
+
+
+def test_a_fixed_scale(ranks: Ranks) -> None:
+    ranks(2).run(compare, "sgd", "step", "bias", False)
+
+
+def refuses_an_unbound_scaler(optimizer: str) -> None:
+    with as_on_gpu():
+        model = Net()
+        stepper = OPTIMIZERS[optimizer](model)
+        ckpt.fully_shard(model, optimizer=stepper)
+        scaler = make_scaler()
+        scaler.scale(model(paddle.ones([2, 3]), "bias", 0.0)).backward()
+        before = weights(model)
+        with pytest.raises(errors.ShardingError, match=r"bind_grad_scaler\(scaler\)"):
+            scaler.step(stepper)
+        assert all(np.array_equal(piece, before[name]) for name, piece in weights(model).items())
+        # The gradients are still there, for another one.
+        scaler = make_scaler()
+        bind_grad_scaler(scaler)
+        scaler.step(stepper)
+        assert not all(np.array_equal(piece, before[name]) for name, piece in weights(model).items())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw groups"])
+def test_a_scaler_that_is_not_bound_is_refused(optimizer: str, ranks: Ranks) -> None:
+    ranks(2).run(refuses_an_unbound_scaler, optimizer)
+
+
+def unscaled_gradients() -> None:
+    with as_on_gpu():
+        model = Net()
+        optimizer = OPTIMIZERS["sgd"](model)
+        ckpt.fully_shard(model, optimizer=optimizer)
+        scaler = make_scaler()
+        bind_grad_scaler(scaler)
+        gradients = []
+        for scaled in (False, True):
+            loss = model(paddle.linspace(-1, 1, 12).reshape([4, 3]), "bias", 0.0)
+            (scaler.scale(loss) if scaled else loss).backward()
+            if scaled:
+                scaler.unscale_(optimizer)
+            gradients.append([None if p.grad is None else p.grad.numpy().copy() for p in model.parameters()])
+            if not scaled:
+                optimizer.clear_grad()
+        for one, other in zip(*gradients, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                np.testing.assert_array_equal(one, other)
+        assert any(one is not None and np.abs(one).max() > 0 for one in gradients[0])
+        scaler.step(optimizer)
+
+
+def test_unscaled_gradients_can_be_looked_at(ranks: Ranks) -> None:
+    ranks(2).run(unscaled_gradients)
+
+
+def plain_beside_sharded() -> None:
+    with as_on_gpu():
+        models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        models[1].set_state_dict(models[0].state_dict())
+        for model, bound in zip(models, (False, True), strict=True):
+            optimizer, scaler = OPTIMIZERS["sgd"](model), make_scaler()
+            if bound:
+                bind_grad_scaler(scaler)
+            step(scaler, optimizer, model(paddle.ones([1, 3])).sum(), "unscale_")
+        np.testing.assert_array_equal(models[0].weight.numpy(), models[1].weight.numpy())
+
+
+def test_a_bound_scaler_works_with_plain_models_as_before(single: RankPool) -> None:
+    single.run(plain_beside_sharded)
+
+
+def without_effect() -> None:
+    """On CPU Paddle disables it, and it does nothing."""
+    model = Net()
+    optimizer, scaler = OPTIMIZERS["sgd"](model), make_scaler()
+    ckpt.fully_shard(model, optimizer=optimizer)
+    bind_grad_scaler(scaler)
+    before = weights(model)
+    scaler.scale(model(paddle.ones([2, 3]), "bias", 0.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not all(np.array_equal(piece, before[name]) for name, piece in weights(model).items() if piece.size)
+    assert describe_grad_scaler(scaler) == {"enabled": False}
+    assert restore_grad_scaler(scaler, {"enabled": False}) is None
+
+
+def test_a_disabled_scaler_does_nothing(ranks: Ranks) -> None:
+    ranks(2).run(without_effect)
+
+
+# Its state.
+
+
+def used_scaler(steps: int = 3, **options: Any) -> Any:
+    with as_on_gpu():
+        scaler = make_scaler(**options)
+    go_on(scaler, steps)
+    return scaler
+
+
+def go_on(scaler: Any, steps: int) -> list[Any]:
+    seen = []
+    with as_on_gpu():
+        for number in range(steps):
+            scaler._cache_found_inf = number % 4 == 2
+            scaler.update()
+            seen.append(describe_grad_scaler(scaler))
+    return seen
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+def test_a_restored_scaler_goes_on(steps: int) -> None:
+    uninterrupted, resumed, stale = used_scaler(steps), used_scaler(0), used_scaler(4)
+    saved = json.loads(json.dumps(describe_grad_scaler(uninterrupted)))
+    assert restore_grad_scaler(resumed, saved) is None
+    assert restore_grad_scaler(stale, saved) is None
+    right = go_on(uninterrupted, 6)
+    assert go_on(resumed, 6) == right
+    assert go_on(stale, 6) == right
+
+
+def test_other_settings_of_a_scaler_stay_and_are_reported() -> None:
+    saved = describe_grad_scaler(used_scaler(3))
+    scaler = used_scaler(0, incr_ratio=4.0)
+    assert restore_grad_scaler(scaler, saved) == "GradScaler: incr_ratio was saved as 2.0 and is 4.0 now"
+    assert scaler.get_incr_ratio() == 4.0
+    fixed = used_scaler(0, use_dynamic_loss_scaling=False)
+    saved["scale"] = 4096.0
+    assert restore_grad_scaler(fixed, saved) == (
+        "GradScaler: scale was saved as 4096.0 and is 1024.0 now; use_dynamic_loss_scaling was saved as True and is False now"
+    )
+    assert restore_grad_scaler(paddle.amp.GradScaler(), saved) == "GradScaler was saved enabled and is disabled now"
+    assert restore_grad_scaler(scaler, {"enabled": False}) == "GradScaler was saved disabled and is enabled now"
+
+
+def test_what_is_no_scaler_is_refused() -> None:
+    wrapped = SimpleNamespace(_inner_scaler=paddle.amp.GradScaler())
+    for call in (bind_grad_scaler, describe_grad_scaler, lambda one: restore_grad_scaler(one, {"enabled": False})):
+        with pytest.raises(errors.ShardingError, match="SimpleNamespace is not a paddle.amp.GradScaler; give the scaler that it wraps"):
+            call(wrapped)

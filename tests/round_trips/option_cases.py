@@ -1,0 +1,275 @@
+"""Loads with something allowed to differ; run on the ranks."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import paddle
+from checkpoint_cases import MODELS as CHECKPOINT_MODELS
+from checkpoint_cases import Outcome, Tied, held, train
+from harness import this_rank
+from paddle import nn
+from paddle.optimizer import lr
+from strict_cases import MODELS, Refusal, attempt, backward, changes, copied, make, snapshot
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.fsdp import named_parameters
+
+
+class Counting(Tied):
+    """A tied model with a buffer."""
+
+    DTYPE = "int64"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", paddle.ones([3], self.DTYPE))
+
+
+class Measuring(Counting):
+    DTYPE = "float32"
+
+
+class Backwards(Tied):
+    """The same model under names that sort the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zembed, self.aout = self.embed, self.out
+        del self.embed, self.out
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x = self.zembed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + paddle.matmul(x, self.aout.weight, transpose_y=True)
+
+
+MODELS.update({"counting": Counting, "measuring": Measuring, "backwards": Backwards})
+
+
+def backwards_name(name: str) -> str:
+    """The name in a plain Tied of a name in Backwards."""
+    first, _, rest = name.partition(".")
+    return f"{ {'zembed': 'embed', 'aout': 'out'}.get(first, first) }.{rest}"
+
+
+def constant_name(name: str) -> str:
+    return "embed.weight"
+
+
+def number_name(name: str) -> Any:
+    return 3
+
+
+def failing_name(name: str) -> str:
+    raise LookupError(name)
+
+
+def save(path: str, model: str = "base", optimizer: str | None = "adamw", more: int = 3) -> tuple[Outcome, Outcome]:
+    """Train, save, go on: what was saved, and the uninterrupted run."""
+    made, stepper = make(model, optimizer)
+    train(made, stepper, 0, 2)
+    ckpt.save(path, model=made, optimizer=stepper, step=2)
+    saved = Outcome([], held(made, stepper))
+    return saved, Outcome(train(made, stepper, 2, 2 + more), held(made, stepper))
+
+
+def load(path: str, model: str, optimizer: str, stale: int, options: dict[str, Any], more: int = 3) -> tuple[Outcome, Outcome, list[float]]:
+    """What there was, what there is after the load, and the losses of a few more steps."""
+    made, stepper = make(model, optimizer, seed=3)
+    train(made, stepper, 40, 40 + stale)
+    before = Outcome([], held(made, stepper)) if stale else Outcome([], {})
+    report = ckpt.load(path, model=made, optimizer=stepper, **options)
+    return before, Outcome([], held(made, stepper), report), train(made, stepper, 2, 2 + more)
+
+
+def refused(path: str, model: str, optimizer: str | None, options: list[dict[str, Any]]) -> Refusal:
+    """A load with this rank's options, in the middle of an accumulation."""
+    made, stepper = make(model, optimizer, seed=3)
+    if stepper is not None:
+        train(made, stepper, 40, 41)
+        backward(made)
+    mine = options[this_rank().rank % len(options)]
+    given = {"model": made, "optimizer": stepper, **mine}
+    return attempt(lambda: ckpt.load(path, **given, timeout_seconds=30), made, *[stepper] * (stepper is not None))
+
+
+def _bytes(model: nn.Layer, stepper: Any) -> dict[str, bytes | None]:
+    weights = {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(stepper)}
+    return {key: copied(weight.local_tensor) for key, weight in weights.items()}
+
+
+def _scheduled(seed: int) -> tuple[nn.Layer, Any, lr.LRScheduler]:
+    paddle.seed(seed)
+    made = Tied()
+    rate = lr.ExponentialDecay(0.01, 0.9)
+    stepper = paddle.optimizer.AdamW(rate, parameters=made.parameters())
+    ckpt.fully_shard(made, optimizer=stepper)
+    return made, stepper, rate
+
+
+def load_parts(path: str, parts: list[str]) -> tuple[set[str], bool, Any]:
+    """Which kinds of keys changed, whether the schedule did, and the report; what changed is what was saved."""
+    made, stepper, rate = _scheduled(1)
+    train(made, stepper, 0, 2)
+    rate.step(7)
+    ckpt.save(path, model=made, optimizer=stepper)
+    saved = _bytes(made, stepper)
+    made, stepper, rate = _scheduled(2)
+    train(made, stepper, 40, 43)
+    before = _bytes(made, stepper)
+    flags = snapshot(made)
+    report = ckpt.load(path, model=made, optimizer=stepper, parts=set(parts))
+    after = _bytes(made, stepper)
+    weights = ckpt.sharded_state_dict(made)
+    changed = {"model" if key in weights else "optimizer" for key in after if after[key] != before[key]}
+    for key, value in after.items():
+        part = "model" if key in weights else "optimizer"
+        assert value == (saved if part in parts else before)[key], key
+    if parts == ["learning_rate"]:
+        assert [key for key in changes(flags, snapshot(made)) if not key.endswith(".unit")] == []
+    return changed, rate.last_epoch == 7, report
+
+
+def _low_precision(sharded: bool, seed: int, dtype: str = "bfloat16") -> tuple[nn.Layer, Any]:
+    paddle.seed(seed)
+    made = CHECKPOINT_MODELS["tied"]()
+    if dtype != "float32":
+        made.to(dtype=dtype)
+    stepper = paddle.optimizer.AdamW(0.01, parameters=made.parameters(), multi_precision=dtype != "float32")
+    if sharded:
+        ckpt.fully_shard(made, optimizer=stepper)
+        ckpt.init_optimizer_state(stepper)
+    else:
+        stepper._create_accumulators(paddle.static.default_main_program().global_block(), made.parameters())
+    return made, stepper
+
+
+def masters_follow(path: str, sharded: bool) -> dict[str, bool]:
+    """Case 6: only the model is loaded, and the optimizer given; its master weights follow, save those of what is missing."""
+    made, _ = _low_precision(sharded, 1)
+    made.head.weight.set_value(paddle.full([10, 13], 0.5, "bfloat16"))
+    ckpt.save(path, model=made)
+    made, stepper = _low_precision(sharded, 2)
+    for name, master in stepper._master_weights.items():
+        paddle.assign(master + 1e-5, master)
+        assert name
+    before = {name: copied(master) for name, master in stepper._master_weights.items()}
+    accumulators = {acc: {owner: copied(t) for owner, t in tensors.items()} for acc, tensors in stepper._accumulators.items()}
+    names = {named.parameter.name: sorted(named.names)[0] for named in named_parameters(made)}
+    kept = [owner for owner in before if names[owner].startswith("blocks.0.")]
+    options: dict[str, Any] = {"key_map": _without_block, "allow_missing": ["blocks.0.*"], "allow_unexpected": ["blocks.0.*"]}
+    report = ckpt.load(path, model=made, optimizer=stepper, parts={"model"}, **options)
+    after = {name: copied(master) for name, master in stepper._master_weights.items()}
+    head = [owner for owner in before if names[owner] == "head.weight"]
+    return {
+        "missing stay": all(after[owner] == before[owner] for owner in kept),
+        "others follow": all(after[owner] != before[owner] for owner in before if owner not in kept),
+        "to the values": all(set(np.frombuffer(after[owner], np.float32)) == {0.5} for owner in head),
+        "states stay": accumulators
+        == {acc: {owner: copied(t) for owner, t in tensors.items()} for acc, tensors in stepper._accumulators.items()},
+        "reported": all(key.startswith("blocks.0.") for key in report.missing) and len(report.missing) == 6,
+    }
+
+
+def _without_block(name: str) -> str:
+    return name.replace("blocks.0.", "blocks.9.")
+
+
+def to_low_precision(path: str, dtype: str) -> tuple[dict[str, Any], Any]:
+    """A float32 checkpoint into a low-precision model with master weights: this rank's pieces as float32 and bits, and the report."""
+    made, stepper = _low_precision(True, 2, dtype)
+    report = ckpt.load(path, model=made, optimizer=stepper, cast=True, allow_missing=[])
+    return _ranges(made, stepper), report
+
+
+def _ranges(model: nn.Layer, stepper: Any) -> dict[str, Any]:
+    found = {}
+    for key, weight in {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(stepper)}.items():
+        flat = weight.flattened_range if weight.is_flattened else slice(0, int(np.prod(weight.global_shape)))
+        dtype = str(weight.local_tensor.dtype).rpartition(".")[2]
+        found[key] = ((flat.start, flat.stop), dtype, copied(weight.local_tensor))
+    return found
+
+
+def from_low_precision(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """A bfloat16 checkpoint with master weights into a float32 model without."""
+    made, stepper = _low_precision(True, 1)
+    for key, weight in sorted(ckpt.optimizer_sharded_state_dict(stepper).items()):
+        tensor = weight.local_tensor
+        if key.endswith(".w_0"):
+            paddle.assign(tensor + 1e-4 * paddle.rand(tensor.shape), tensor)
+    ckpt.save(path, model=made, optimizer=stepper)
+    saved = _ranges(made, stepper)
+    made, stepper = _low_precision(True, 2, "float32")
+    report = ckpt.load(path, model=made, optimizer=stepper, cast=True)
+    return saved, _ranges(made, stepper), report
+
+
+def save_large_value(path: str) -> None:
+    made, stepper = make("base")
+    train(made, stepper, 0, 1)
+    with ckpt.local_parameters(made):
+        for parameter in made.parameters():
+            if parameter.size:
+                paddle.assign(paddle.full(parameter.shape, 7e4), parameter)
+    ckpt.save(path, model=made, optimizer=stepper)
+
+
+def half() -> nn.Layer:
+    made = Tied()
+    made.to(dtype="float16")
+    return made
+
+
+MODELS["half"] = half
+
+
+class Wide(nn.Layer):
+    def __init__(self, numel: int, dtype: str) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([numel], dtype=dtype, default_initializer=nn.initializer.Constant(0.75))
+
+
+def cast_memory(path: str) -> tuple[int, bool]:
+    """How much Python and numpy allocated at most while a large parameter was converted, and whether its values are right."""
+    numel = 24 << 20
+    made = Wide(numel, "float32")
+    ckpt.save(path, model=made)
+    made = Wide(numel, "float64")
+    made.weight.set_value(paddle.zeros([numel], "float64"))
+    tracemalloc.start()
+    ckpt.load(path, model=made, cast=True)
+    traced = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return traced, bool((made.weight == 0.75).all())
+
+
+def halved_optimizers(path: str) -> tuple[list[str], bool]:
+    """A checkpoint of two optimizers, of which one alone is loaded with the rest left out."""
+    paddle.seed(1)
+    made = Tied()
+    parameters = made.parameters()
+    steppers = [
+        paddle.optimizer.AdamW(0.01, parameters=parameters[:4]),
+        paddle.optimizer.Momentum(0.05, parameters=parameters[4:]),
+    ]
+    ckpt.fully_shard(made, optimizer=steppers)
+    for step in range(2):
+        backward(made, step)
+        for one in steppers:
+            one.step()
+            one.clear_grad()
+    ckpt.save(path, model=made, optimizer=steppers)
+    saved = [_bytes(made, one) for one in steppers]
+    backward(made, 5)
+    steppers[1].step()
+    other = _bytes(made, steppers[1])
+    report = ckpt.load(path, model=made, optimizer=steppers[0], allow_unexpected=["*.velocity_0"])
+    weights = ckpt.sharded_state_dict(made)
+    now = _bytes(made, steppers[1])
+    assert _bytes(made, steppers[0]) == saved[0]
+    return report.unexpected, all(now[key] == other[key] for key in now if key not in weights)

@@ -1,0 +1,74 @@
+"""Promises 1, 2 and 5 for every optimizer: parity with a plain run, resumed bit for bit, and the same states at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from harness import RankPool, RankPools
+from optimizer_cases import VARIANTS, State, load_and_save, load_and_train, train_and_save, whole
+
+from paddle_fsdp_ckpt.optim import CATALOG
+
+Ranks = Callable[[int], RankPool]
+Saved = tuple[Path, list[State], list[list[float]], list[State]]
+
+WORLD_SIZES = (3, 2, 1, 2)
+"""Where the checkpoint of 2 ranks goes, one after the other: 2 -> 3, 3 -> 2, 2 -> 1 and 1 -> 2."""
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, rank_pools: RankPools) -> Callable[[str], Saved]:
+    """For each variant a checkpoint of 2 ranks, what was in it, and where the uninterrupted run got to; made once."""
+    root = tmp_path_factory.mktemp("every")
+
+    @cache
+    def make(variant: str) -> Saved:
+        path = root / variant
+        saved, losses, after = zip(*rank_pools.pool(2).run(train_and_save, variant, str(path)), strict=True)
+        return path, list(saved), list(losses), list(after)
+
+    return make
+
+
+def test_every_optimizer_is_here() -> None:
+    assert {variant.cls for variant in VARIANTS.values()} == CATALOG.keys()
+    assert all({"", "named"} <= {variant.option for variant in VARIANTS.values() if variant.cls == cls} for cls in CATALOG)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_trains_as_one_process_and_resumes_bit_for_bit(variant: str, trained: Callable[[str], Saved], ranks: Ranks) -> None:
+    path, saved, losses, after = trained(variant)
+    for rank, (loaded, resumed_losses, resumed) in enumerate(ranks(2).run(load_and_train, variant, str(path))):
+        assert loaded == saved[rank]
+        assert resumed_losses == losses[rank]
+        assert resumed == after[rank]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_its_states_go_to_other_world_sizes(variant: str, trained: Callable[[str], Saved], tmp_path: Path, ranks: Ranks) -> None:
+    path, saved, _, _ = trained(variant)
+    right = whole(saved)
+    for number, world_size in enumerate(WORLD_SIZES):
+        target = tmp_path / str(number)
+        assert whole(ranks(world_size).run(load_and_save, variant, str(path), str(target))) == right
+        path = target
+
+
+SHAPES = {
+    "Adam": {"beta1_pow_acc_0": (1,), "beta2_pow_acc_0": (1,)},
+    "AdamW": {"beta1_pow_acc_0": (1,), "beta2_pow_acc_0": (1,)},
+    "Adamax": {"beta1_pow_acc_0": (1,)},
+    "ASGD": {"m_0": (1,), "y_0": (2, 225)},
+}
+"""What is not of its parameter's shape, as a plain run of Paddle 3.3.1 has it; of stacked states in two dimensions."""
+
+
+@pytest.mark.parametrize("cls", CATALOG)
+def test_states_have_their_exact_shapes(cls: str, trained: Callable[[str], Saved]) -> None:
+    _, saved, _, _ = trained(cls)
+    shapes = {key.removeprefix("up.weight."): shape for key, (_, shape, _) in whole(saved).items() if key.startswith("up.weight.")}
+    others = {key: shape for key, shape in shapes.items() if shape != (3, 75)}
+    assert others == SHAPES.get(cls, {})

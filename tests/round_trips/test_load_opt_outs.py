@@ -1,0 +1,461 @@
+"""Promise 4: what may differ must be said, is loaded as said, and is in the report; everything else is still refused, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_cases import whole
+from harness import RankPool, RankPools
+from option_cases import (
+    backwards_name,
+    cast_memory,
+    constant_name,
+    failing_name,
+    from_low_precision,
+    halved_optimizers,
+    load,
+    load_parts,
+    masters_follow,
+    number_name,
+    refused,
+    save,
+    save_large_value,
+    to_low_precision,
+)
+from strict_cases import save_base
+from test_strict import Held, check, rewrite
+
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME
+from paddle_fsdp_ckpt.storage.index import read_index, read_manifest
+
+Ranks = Callable[[int], RankPool]
+Arrays = dict[str, np.ndarray]
+
+
+class Saved:
+    """Checkpoints of 2 ranks: their paths, what is in them, and how the runs went on."""
+
+    def __init__(self, root: Path, pool: RankPool) -> None:
+        self._root, self._pool = root, pool
+        self._made: dict[str, tuple[str, Arrays, Arrays]] = {}
+
+    def __call__(self, model: str = "base", optimizer: str | None = "adamw") -> tuple[str, Arrays, Arrays]:
+        name = f"{model} {optimizer}"
+        if name not in self._made:
+            path = str(self._root / name)
+            results = self._pool.run(save, path, model, optimizer)
+            self._made[name] = path, whole([saved for saved, _ in results]), whole([later for _, later in results])
+        return self._made[name]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, rank_pools: RankPools) -> Saved:
+    return Saved(tmp_path_factory.mktemp("opt_outs"), rank_pools.pool(2))
+
+
+def is_state(key: str) -> bool:
+    return key.endswith("_0")
+
+
+def load_on(pool: RankPool, *args: Any, **options: Any) -> tuple[Arrays, Arrays, Any]:
+    """What all ranks had and have, and their reports, which are the same."""
+    results = pool.run(load, *args, options)
+    reports = [after.report for _, after, _ in results]
+    for report in reports:
+        for name in (
+            "missing",
+            "unexpected",
+            "casts",
+            "started_afresh",
+            "unused_options",
+            "mapped",
+            "without_state",
+            "parts",
+            "copied_tied",
+        ):
+            assert getattr(report, name) == getattr(reports[0], name)
+    return whole([before for before, _, _ in results]), whole([after for _, after, _ in results]), reports[0]
+
+
+def assert_values(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        assert found[key].dtype == array.dtype, key
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
+
+
+def test_a_plain_load_is_exact(saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved()
+    _, after, report = load_on(ranks(2), path, "base", "adamw", 2)
+    assert_values(after, values)
+    assert report.is_exact and report.parts == ["model", "optimizer", "learning_rate"]
+    assert "everything in it, as it was saved" in str(report)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_new_layer_keeps_its_values_and_starts_afresh(world_size: int, saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved()
+    before, after, report = load_on(ranks(world_size), path, "more", "adamw", 1, allow_missing=["extra.*", "no such.*"])
+    kept = {key: array for key, array in before.items() if key in ("extra.weight", "extra.bias")}
+    assert_values(after, values | kept)
+    assert report.missing == report.started_afresh == ["extra.bias", "extra.weight"]
+    assert report.unused_options == ["allow_missing='no such.*'"]
+    assert not report.is_exact and not report.unexpected and not report.without_state
+    assert "2 keys missing, left as they were: extra.bias, extra.weight" in str(report)
+
+
+def test_a_layer_that_is_gone(saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved()
+    _, after, report = load_on(ranks(3), path, "short", "adamw", 0, allow_unexpected=["blocks.1.*"])
+    gone = {key for key in values if key.startswith("blocks.1.")}
+    assert_values(after, {key: array for key, array in values.items() if key not in gone})
+    assert report.unexpected == sorted(gone) and not report.is_exact
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"allow_missing": ["extra.weight"]}, ["1 missing from the checkpoint: 'extra.bias'", "['extra.weight.*', ...]"]),
+        ({"allow_missing": ["extra.weight", "extra.bias"]}, ["2 parameters of the optimizer were in no optimizer"]),
+        ({"allow_missing": ["extra.*.moment*"], "parts": {"model", "optimizer"}}, ["2 missing"]),
+        ({"allow_unexpected": ["*"]}, ["2 missing"]),
+    ],
+)
+def test_what_is_not_allowed_is_still_refused(options: dict[str, Any], words: list[str], saved: Saved, ranks: Ranks) -> None:
+    results = ranks(2).run(refused, saved()[0], "more", "adamw", [options])
+    check(results, words)
+    assert results[0] == results[1]
+
+
+def test_everything_wrong_is_said_at_once(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
+    first = next(stored.piece for stored in read_index(Path(saved()[0])).pieces("embed.weight"))
+
+    def edit(held: Held) -> list[Held]:
+        piece, _ = held
+        return [] if piece == first or piece.key == "blocks.1.norm.bias" else [held]
+
+    path = rewrite(Path(saved()[0]), tmp_path / "holes", edit)
+    results = ranks(2).run(refused, path, "counting", "momentum", [{}])
+    words = ["rank 0: 'embed.weight': ", "2 missing from the checkpoint: 'blocks.1.norm.bias', 'count'", "it holds the states of AdamW"]
+    check(results, [*words, "the optimizer is Momentum"])
+    assert results[0] == results[1]
+
+
+def test_nothing_matching_has_no_opt_out(saved: Saved, ranks: Ranks) -> None:
+    options = {"allow_missing": ["*"], "allow_unexpected": ["*"], "parts": {"model"}}
+    check(ranks(2).run(refused, saved()[0], "other", "adamw", [options]), ["not one key matches"])
+
+
+def test_half_a_state_is_refused_and_none_starts_afresh(saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved()
+    results = ranks(2).run(refused, path, "base", "adamw amsgrad", [{"allow_missing": ["*.moment2_max_0"]}])
+    check(results, ["half a state is of no use", "moment2_max_0"])
+    before, after, report = load_on(ranks(2), path, "base", "adamw amsgrad", 1, allow_missing=["*_0"])
+    assert any(key.endswith(".moment2_max_0") for key in before)
+    states = {key for key in values if is_state(key)}
+    names = sorted({key.rpartition(".")[0] for key in states})
+    assert {key for key in after if not is_state(key)} == values.keys() - states
+    assert report.started_afresh == names and report.unexpected == sorted(states) and report.missing == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_parameter_that_lacks_a_state_starts_afresh(world_size: int, saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
+    source, values, _ = saved()
+    gone = "blocks.0.up.bias.moment2_0"
+    path = rewrite(Path(source), tmp_path / "gone", lambda held: [] if held[0].key == gone else [held])
+    _, after, report = load_on(ranks(world_size), path, "base", "adamw", 2, allow_missing=["blocks.0.up.bias.*"])
+    dropped = {key for key in values if key.startswith("blocks.0.up.bias.")}
+    assert_values(after, {key: array for key, array in values.items() if key not in dropped})
+    assert report.started_afresh == ["blocks.0.up.bias"]
+    assert report.unexpected == sorted(dropped - {gone})
+
+
+@pytest.mark.parametrize(("saved_model", "model", "rounded"), [("base", "double", False), ("double", "base", True)])
+def test_values_are_converted(saved_model: str, model: str, rounded: bool, saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved(saved_model)
+    for world_size in (1, 2, 3):
+        _, after, report = load_on(ranks(world_size), path, model, "adamw", 1, cast=True)
+        dtype = np.float32 if rounded else np.float64
+        expected = {key: array.astype(dtype) for key, array in values.items()}
+        assert_values(after, expected)
+        others = {"out.weight"}  # which is the embedding's
+        assert {one.key for one in report.casts} == values.keys() - others
+        dtypes = ("float64", "float32") if rounded else ("float32", "float64")
+        assert {(one.saved, one.now, one.may_have_rounded) for one in report.casts} == {(*dtypes, rounded)}
+    assert not report.is_exact and f"{len(report.casts)} keys converted" in str(report)
+
+
+def test_without_cast_the_error_names_it(saved: Saved, ranks: Ranks) -> None:
+    results = ranks(2).run(refused, saved()[0], "double", "adamw", [{}])
+    check(results, ["checkpoint has float32, the model wants float64 (cast=True converts it)", "cast=True"])
+
+
+@pytest.mark.parametrize(("saved_model", "model"), [("counting", "measuring"), ("measuring", "counting")])
+def test_integers_are_never_converted(saved_model: str, model: str, saved: Saved, ranks: Ranks) -> None:
+    results = ranks(2).run(refused, saved(saved_model)[0], model, "adamw", [{"cast": True}])
+    check(results, ["1 of another dtype: 'count'"])
+    assert all("converts" not in message for _, message, _ in results)
+
+
+def test_values_too_large_are_refused(tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "large")
+    ranks(2).run(save_large_value, path)
+    results = ranks(2).run(refused, path, "half", None, [{"cast": True, "parts": {"model"}}])
+    check(results, ["of another dtype: rank ", "'head.weight': ", "of its float32 values are too large for float16"])
+    assert results[0] == results[1]
+
+
+def joined(ranks: list[dict[str, Any]]) -> Arrays:
+    """Put pieces together; a bfloat16 as its bits."""
+    arrays: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for pieces in ranks:
+        for key, ((start, _), dtype, data) in pieces.items():
+            arrays.setdefault(key, []).append((start, np.frombuffer(data, "uint16" if dtype == "bfloat16" else dtype)))
+    return {key: np.concatenate(list(dict(sorted(parts)).values())) for key, parts in arrays.items()}
+
+
+def bits_to_float32(data: bytes, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, dtype).astype(np.float32)
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_float32_into_low_precision_with_master_weights(dtype: str, step: float, world_size: int, saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved()
+    results = ranks(world_size).run(to_low_precision, path, dtype)
+    seen = set()
+    for pieces, report in results:
+        for key, ((start, stop), found, data) in pieces.items():
+            name = key.removesuffix(".w_0")
+            exact = values[name][start:stop]
+            array = bits_to_float32(data, found)
+            if is_state(key):
+                assert found == "float32"
+                np.testing.assert_array_equal(array, exact, err_msg=key)
+            else:
+                assert found == dtype
+                np.testing.assert_array_less(np.abs(array - exact), np.abs(exact) * step * (1 + 1e-6) + 1e-7, err_msg=key)
+            seen.add(key)
+        assert {one.source for one in report.casts if one.key.endswith(".w_0")} == {key for key in values if not is_state(key)} - {
+            "out.weight"
+        }
+        assert {one.key for one in report.casts if one.may_have_rounded} == {key for key in values if not is_state(key)} - {"out.weight"}
+    assert "head.weight.w_0" in seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_low_precision_into_float32_takes_the_master_weights(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    results = ranks(world_size).run(from_low_precision, str(tmp_path / "low"))
+    stored, found = joined([pieces for pieces, _, _ in results]), joined([pieces for _, pieces, _ in results])
+    for key, array in found.items():
+        name = {"out.weight": "embed.weight"}.get(key, key)
+        np.testing.assert_array_equal(array, stored[key if is_state(key) else f"{name}.w_0"], err_msg=key)
+    assert stored["head.weight"].dtype == np.uint16
+    for _, _, report in results:
+        assert {one.key for one in report.casts} == {key for key in found if not is_state(key)} - {"out.weight"}
+        assert all(one.source == f"{one.key}.w_0" and not one.may_have_rounded for one in report.casts)
+        assert not report.unexpected
+
+
+def test_conversion_needs_little_memory(tmp_path: Path, single: RankPool) -> None:
+    for traced, right in single.run(cast_memory, str(tmp_path / "wide")):
+        assert right
+        assert traced < 64 << 20
+
+
+KEY_MAPS: dict[str, tuple[str, str, Any, Callable[[str], str]]] = {
+    "wrapped now": ("base", "wrapped", {"_layers.": ""}, lambda name: name.removeprefix("_layers.")),
+    "wrapped then": ("wrapped", "base", {"": "_layers."}, lambda name: f"_layers.{name}"),
+    "a function": ("base", "backwards", backwards_name, backwards_name),
+    "whole parts": ("base", "backwards", {"zembed": "embed", "aout.weight": "out.weight", "b": "x", "": ""}, backwards_name),
+    "the reverse": ("backwards", "base", {"embed.": "zembed.", "out.": "aout."}, lambda name: {"e": "z", "o": "a"}.get(name[0], "") + name),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("case", KEY_MAPS)
+def test_names_that_differ(case: str, world_size: int, saved: Saved, ranks: Ranks) -> None:
+    source, model, key_map, name_there = KEY_MAPS[case]
+    path, values, later = saved(source)
+    results = ranks(world_size).run(load, path, model, "adamw", 2, {"key_map": key_map})
+    after = whole([found for _, found, _ in results])
+    # Of tied names the first has the state, and which is first may change.
+    owners = {"embed.weight": "out.weight", "aout.weight": "zembed.weight"}
+    for key, array in after.items():
+        name, _, state = key.rpartition(".") if is_state(key) else (key, "", "")
+        there = f"{name_there(name)}.{state}" if state else name_there(name)
+        if there not in values:
+            there = f"{owners.get(name, name_there(name))}.{state}" if name not in owners else f"{name_there(owners[name])}.{state}"
+        np.testing.assert_array_equal(array, values[there], err_msg=key)
+    assert len(after) == len(values)
+    report = results[0][1].report
+    assert all(name_there(name) == other for name, other in report.mapped.items()) and len(report.mapped) >= 2
+    assert report.unused_options == (["key_map='b'"] if case == "whole parts" else [])
+    assert not report.is_exact and not report.missing and not report.unexpected and not report.without_state and not report.differences
+    if world_size == 2:
+        assert results[0][2] == pytest.approx(results[1][2])
+        assert len(later) == len(values)
+
+
+def test_the_error_names_the_key_map(saved: Saved, ranks: Ranks) -> None:
+    for source, model, entry in (("base", "wrapped", "{'_layers.': ''}"), ("wrapped", "base", "{'': '_layers.'}")):
+        check(ranks(2).run(refused, saved(source)[0], model, "adamw", [{}]), [f"load with key_map={entry}"])
+
+
+@pytest.mark.parametrize(
+    ("key_map", "kind", "words"),
+    [
+        (constant_name, "MismatchError", "key_map gives 14 names of the model a name in the checkpoint that another one has too"),
+        ({"head.": "out."}, "MismatchError", "'head.weight' and 'out.weight' are both 'out.weight'"),
+        (number_name, "CheckpointError", "key_map gave 3 for"),
+        (failing_name, "RankFailedError", "LookupError"),
+        ({"head.": 3}, "CheckpointError", "key_map is {'head.': 3}"),
+        ("head.", "CheckpointError", "key_map is 'head.'"),
+    ],
+)
+def test_wrong_key_maps(key_map: Any, kind: str, words: str, saved: Saved, ranks: Ranks) -> None:
+    for name, message, changed in ranks(2).run(refused, saved()[0], "base", "adamw", [{"key_map": key_map}]):
+        assert name == kind and words in message
+        assert not changed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("parts", [["model"], ["optimizer"], ["learning_rate"], ["model", "learning_rate"], ["optimizer", "model"]])
+def test_parts(parts: list[str], world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    for changed, rate_changed, report in ranks(world_size).run(load_parts, str(tmp_path / "parts"), parts):
+        assert changed == set(parts) - {"learning_rate"}
+        assert rate_changed == ("learning_rate" in parts)
+        assert sorted(report.parts) == sorted(parts)
+        assert bool(report.not_asked_for) == (not {"model", "optimizer"} <= set(parts))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_master_weights_follow_but_for_missing_parameters(sharded: bool, tmp_path: Path, ranks: Ranks) -> None:
+    for found in ranks(2).run(masters_follow, str(tmp_path / "masters"), sharded):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_tied_checkpoint_into_an_untied_model(world_size: int, saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved()
+    _, after, report = load_on(ranks(world_size), path, "untied", "adamw", 1, copy_tied=True)
+    states = {key for key in values if key.startswith("embed.weight.")}
+    copies = {key.replace("embed.", "out."): values[key] for key in states}
+    assert_values(after, values | copies)
+    assert len(report.copied_tied) == 1 and "embed.weight = out.weight is one tied parameter in the checkpoint" in report.copied_tied[0]
+    assert not report.is_exact and not report.unexpected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_untied_checkpoint_into_a_tied_model(world_size: int, saved: Saved, ranks: Ranks) -> None:
+    path, values, _ = saved("untied")
+    _, after, report = load_on(ranks(world_size), path, "base", "adamw", 1, copy_tied=True)
+    left_out = {key for key in values if key.startswith("out.")}
+    expected = {key: array for key, array in values.items() if key not in left_out} | {"out.weight": values["embed.weight"]}
+    assert_values(after, expected)
+    assert report.unexpected == sorted(left_out) and "is one tied parameter in the model" in report.copied_tied[0]
+
+
+def test_tied_names_of_which_one_is_stored(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
+    source, values, _ = saved()
+    path = rewrite(Path(source), tmp_path / "one name", lambda held: [] if held[0].key == "embed.weight" else [held])
+    _, after, report = load_on(ranks(2), path, "base", "adamw", 1, allow_missing=["embed.weight"])
+    assert_values(after, values)
+    assert report.missing == ["embed.weight"]
+
+
+@pytest.mark.parametrize("verify_first", [True, False])
+def test_damaged_values(verify_first: bool, tmp_path: Path, ranks: Ranks) -> None:
+    path = tmp_path / "damaged"
+    ranks(2).run(save_base, str(path))
+    file = path / "1_0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    results = ranks(2).run(refused, str(path), "base", "adamw", [{"verify_first": verify_first}])
+    for name, message, changed in results:
+        assert name in ("CorruptCheckpointError", "RankFailedError") and "1_0.safetensors" in message
+        assert bool(changed) is not verify_first
+        assert ("must be loaded again" in message) is not verify_first
+    assert "CorruptCheckpointError" in {name for name, _, _ in results}
+
+
+def test_ranks_with_different_options(saved: Saved, ranks: Ranks) -> None:
+    for one, other in (
+        ({}, {"cast": True}),
+        ({"allow_missing": ["a"]}, {}),
+        ({"parts": ["model"]}, {}),
+        ({"key_map": {"": ""}}, {"key_map": {"head": "x"}}),
+    ):
+        results = ranks(2).run(refused, saved()[0], "base", "adamw", [one, other])
+        check(results, ["must be the same on all ranks", "nothing was changed"], "RankFailedError")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parts": {"weights"}}, "there is no part 'weights'; give a set of some of 'model', 'optimizer', 'learning_rate'"),
+        ({"parts": "model"}, "parts is 'model'; give a set"),
+        ({"parts": []}, "parts is []; give a set"),
+        ({"parts": {"optimizer"}, "optimizer": None}, "parts has 'optimizer', which needs an optimizer"),
+        ({"parts": {"model"}, "model": None}, "parts has 'model', which needs a model"),
+        ({"allow_missing": "head.*"}, "allow_missing is 'head.*'; give a list of patterns"),
+        ({"allow_unexpected": [3]}, "allow_unexpected is [3]; give a list of patterns"),
+        ({"cast": "float32"}, "cast is 'float32'; give True or False"),
+    ],
+)
+@pytest.mark.parametrize("only_rank", [None, 1])
+def test_options_that_are_none(options: dict[str, Any], words: str, only_rank: int | None, saved: Saved, ranks: Ranks) -> None:
+    given = [options] if only_rank is None else [{}, options]
+    results = ranks(2).run(refused, saved()[0], "base", "adamw", given)
+    assert {name for name, _, _ in results} <= {"CheckpointError", "RankFailedError"}
+    for _, message, changed in results:
+        assert words in message
+        assert not changed
+
+
+@pytest.mark.parametrize("parts", [{"optimizer"}, {"learning_rate"}])
+def test_parts_that_were_not_saved(parts: set[str], tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "weights")
+    ranks(2).run(save_base, path, "base", None)
+    results = ranks(2).run(refused, path, "base", "adamw", [{"parts": parts}])
+    check(results, ["without an optimizer", 'parts={"model"}'], "IncompleteCheckpointError")
+
+
+def test_one_of_two_optimizers(tmp_path: Path, ranks: Ranks) -> None:
+    for unexpected, other_stays in ranks(2).run(halved_optimizers, str(tmp_path / "halves")):
+        assert other_stays
+        assert unexpected and all(key.endswith(".velocity_0") for key in unexpected)
+
+
+def test_a_name_of_the_model_that_the_checkpoint_has_for_something_else(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
+    """The model's head is the checkpoint's other head, and the checkpoint's head is left out."""
+    source, values, _ = saved()
+
+    def edit(held: Held) -> list[Held]:
+        piece, data = held
+        if not piece.key.startswith("head."):
+            return [held]
+        other = np.frombuffer(data, np.float32) + (1 if piece.key == "head.weight" else 0)
+        renamed = type(piece)(
+            piece.key.replace("head.", "other."), *[getattr(piece, name) for name in list(piece.__dataclass_fields__)[1:]]
+        )
+        return [held, (renamed, memoryview(other.tobytes()))]
+
+    path = Path(rewrite(Path(source), tmp_path / "heads", edit))
+    manifest = read_manifest(path)
+    for group in manifest.optimizers[0]["groups"]:
+        group["parameters"] = [name.replace("head.", "other.") for name in group["parameters"]] + ["head.weight"]
+    (path / MANIFEST_NAME).write_text(manifest.to_json())
+    options: dict[str, Any] = {"key_map": {"head.": "other."}}
+    check(ranks(2).run(refused, str(path), "base", "adamw", [options]), ["in the checkpoint, and not in the objects: 'head.weight'"])
+    _, after, report = load_on(ranks(2), str(path), "base", "adamw", 1, **options, allow_unexpected=["head.weight*"])
+    assert_values(after, values | {"head.weight": values["head.weight"] + 1})
+    assert report.unexpected == sorted(key for key in values if key.startswith("head.weight"))
+    assert report.mapped == {"head.weight": "other.weight"}
