@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
     )
     from .fsdp import local_parameters
-    from .gather import full_optimizer_state_dict, full_state_dict, iter_full_parameters
+    from .gather import full_optimizer_state_dict, full_state_dict, iter_full_parameters, parameter_versions
     from .loading import LoadReport, load
     from .optim import bind_grad_scaler, bind_optimizer, register_optimizer, repair_paddle_runtime, split_weight_decay
     from .requirements import PaddleRequiredError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .storage.salvage import SalvageReport, salvage
     from .storage.verify import VerifyReport, verify
     from .training import fully_shard
+    from .unsharding import unshard
 
 __all__ = [
     "CheckpointError",
@@ -64,12 +65,14 @@ __all__ = [
     "load_full_state_dict",
     "local_parameters",
     "optimizer_sharded_state_dict",
+    "parameter_versions",
     "register_optimizer",
     "repair_paddle_runtime",
     "salvage",
     "save",
     "sharded_state_dict",
     "split_weight_decay",
+    "unshard",
     "verify",
 ]
 
@@ -92,6 +95,7 @@ _MODULES = {
     "fully_shard": "training",
     "load_full_state_dict": "scatter",
     "iter_full_parameters": "gather",
+    "parameter_versions": "gather",
     "full_state_dict": "gather",
     "full_optimizer_state_dict": "gather",
     "init_optimizer_state": "state_dict",
@@ -106,11 +110,12 @@ _MODULES = {
     "save": "saving",
     "sharded_state_dict": "state_dict",
     "split_weight_decay": "optim",
+    "unshard": "unsharding",
     "verify": "storage.verify",
 }
 """Where each public name lives."""
 
-_NEED_PADDLE = {"fsdp", "gather", "loading", "optim", "saving", "scatter", "state_dict", "training"}
+_NEED_PADDLE = {"fsdp", "gather", "loading", "optim", "saving", "scatter", "state_dict", "training", "unsharding"}
 
 
 def __getattr__(name: str) -> Any:

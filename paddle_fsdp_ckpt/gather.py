@@ -18,8 +18,8 @@ import paddle
 import paddle.distributed as dist
 from paddle import nn
 
-from .errors import CheckpointError, RankFailedError
-from .fsdp import Communicator, ParameterShard, named_buffers, named_parameters
+from .errors import CheckpointError, RankFailedError, ShardingError
+from .fsdp import Communicator, ParameterShard, named_buffers, named_parameters, runtime_of
 from .fsdp.paddle_runtime import PaddleShard
 from .layout import FlatBuffer, Slot
 from .optim import OptimizerState, StateKind
@@ -71,6 +71,27 @@ def iter_full_parameters(
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
     return _iterate(sharding.communicator, wanted, include, exclude, dtype, device, receives)
+
+
+def parameter_versions(model: nn.Layer) -> dict[str, int]:
+    """Return a number for each name of each parameter, which grows when the parameter may have changed. All ranks must call it.
+
+    For handing on only what is new: a step, ``load``, ``set_value`` and the like change the numbers of the parameters that they write
+    to, alike on all ranks. Not noticed is what somebody else, such as stock ``paddle.distributed.load_state_dict``, writes into the views
+    of ``sharded_state_dict``.
+
+    Args:
+        model: sharded by our ``fully_shard``.
+
+    Raises:
+        ShardingError: it is not.
+    """
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ShardingError("parameter_versions: only a model that paddle_fsdp_ckpt.fully_shard sharded counts its changes")
+    # A rank that keeps nothing of a parameter doesn't count its steps, so that the sum grows where the largest might not.
+    counts = runtime.communicator.sum(paddle.to_tensor([shard.changes for shard in runtime.shards], dtype="int64")).tolist()
+    return {name: count for shard, count in zip(runtime.shards, counts, strict=True) for name in shard.slot.names}
 
 
 def full_state_dict(

@@ -299,7 +299,7 @@ class CutByUs(Sharding):
         if model is None:
             return
         for unit in self.runtime.units:
-            unit.changed()
+            unit.changed(unit.shards)
         loaded, kept_names = {id(one) for one in stepped}, set(kept)
         self.runtime.parameters_written(
             [shard for shard in self.runtime.shards if id(shard) not in loaded and not kept_names.intersection(shard.slot.names)]

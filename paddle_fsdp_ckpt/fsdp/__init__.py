@@ -6,7 +6,7 @@ from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_
 from .parameter import ShardedParameter
 from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
-from .sharding import check_model, local_parameters, shard_model
+from .sharding import check_model, local_parameters, shard_model, unshard_model
 from .tensors import dtype_name
 from .unit import Unit
 from .units import check_names, named_buffers, named_parameters
@@ -32,4 +32,5 @@ __all__ = [
     "paddle_runtime_of",
     "runtime_of",
     "shard_model",
+    "unshard_model",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import paddle
@@ -49,13 +50,17 @@ class WatchedLayers(dict[str, Any]):
 
 
 class ModelHooks:
-    """Hooks and replaced attributes of a sharded model's layers.
-
-    Layers are not kept alive by this.
-    """
+    """Hooks and replaced attributes of a sharded model's layers, and how to take them off again."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._undo: list[Callable[[], Any]] = []
+
+    def close(self) -> None:
+        """Leave the layers as they were found."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
 
     def watch_model(self, model: nn.Layer) -> None:
         """Notice when the whole model's forward begins and ends."""
@@ -66,6 +71,7 @@ class ModelHooks:
 
         pre = model.register_forward_pre_hook(before)
         model._forward_pre_hooks.move_to_end(pre._hook_id, last=False)
+        self._undo.append(pre.remove)
 
     def watch_layer(self, layer: nn.Layer, units: Sequence[Unit]) -> None:
         """Make ``units`` whole during the layer's forward and backward."""
@@ -85,18 +91,30 @@ class ModelHooks:
         pre = layer.register_forward_pre_hook(before)
         # Hooks of the user, such as weight_norm's, may need the weights whole.
         layer._forward_pre_hooks.move_to_end(pre._hook_id, last=False)
-        layer.register_forward_post_hook(after)
+        self._undo += [pre.remove, layer.register_forward_post_hook(after).remove]
 
     def watch_parameters(self, layer: nn.Layer) -> None:
         """Notice when a parameter of the layer is used outside its unit's forward, and what is put into the layer."""
-        layer.__dict__["_parameters"] = WatchedParameters(self._runtime, layer._parameters)
-        layer.__dict__["_sub_layers"] = WatchedLayers(layer._sub_layers)
+        for name, watched in (
+            ("_parameters", WatchedParameters(self._runtime, layer._parameters)),
+            ("_sub_layers", WatchedLayers(layer._sub_layers)),
+        ):
+            self._undo.append(partial(_restore_contents, layer, name, layer.__dict__[name], watched))
+            layer.__dict__[name] = watched
 
     def refuse_copies(self, layer: nn.Layer) -> None:
         """Make what would copy dataless parameters out of the layer, or data into them, an error that says what to use."""
         for names, message in _REFUSED.items():
             for name in names:
                 layer.__dict__[name] = _Refusal(message)
+                self._undo.append(partial(layer.__dict__.pop, name))
+
+
+def _restore_contents(layer: nn.Layer, name: str, before: dict[str, Any], watched: dict[str, Any]) -> None:
+    """Put back the dict that an attribute was, with what it holds now."""
+    before.clear()
+    before.update(dict(watched.items()))
+    layer.__dict__[name] = before
 
 
 class _Refusal:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 from paddle.base import core
+from paddle.base.framework import EagerParamBase
 
 from ..errors import ShardingError, UnboundOptimizerError
 from ..layout import Range, Slot
@@ -15,8 +16,6 @@ from .parameter import ShardedParameter
 from .tensors import dtype_name, flat_view
 
 if TYPE_CHECKING:
-    from paddle.base.framework import EagerParamBase
-
     from .live_buffer import LiveBuffer
 
 _Tensor = core.eager.Tensor
@@ -33,6 +32,7 @@ class ParameterShard:
         index: its place among the model's parameters, the same on every rank.
         got_gradient: a gradient arrived on this rank and is not known to the other ranks yet.
         has_gradient: some rank got a gradient (which may have been set to zero since).
+        changes: how often this rank's piece was, or may have been, written to.
     """
 
     def __init__(self, buffer: LiveBuffer, slot: Slot, index: int, parameter: EagerParamBase) -> None:
@@ -43,7 +43,8 @@ class ParameterShard:
         self.range: Range = buffer.layout.local_range(slot, buffer.communicator.rank)
         self.got_gradient = False
         self.has_gradient = False
-        self._hooked = False
+        self.changes = 0
+        self._hook: _GradientHook | None = None
         self._filled_version = 0
         self._filled_address = 0
         # Paddle's tensors take no part in garbage collection: a strong reference would keep the model alive for ever.
@@ -101,9 +102,9 @@ class ParameterShard:
         tensor._share_data_with(whole.get_tensor()._slice(self.slot.offset, self.slot.offset + self.slot.numel))
         tensor._set_dims(list(self.slot.shape))
         self._filled_version, self._filled_address = parameter.inplace_version, parameter.data_ptr()
-        if not (self._hooked or parameter.stop_gradient):
-            parameter._register_backward_hook(_GradientHook(self))
-            self._hooked = True
+        if self._hook is None and not parameter.stop_gradient:
+            self._hook = _GradientHook(self)
+            parameter._register_backward_hook(self._hook)
 
     def park(self) -> bool:
         """Take the data away from the parameter; its shape stays whole. Return whether it was changed in place meanwhile."""
@@ -127,6 +128,19 @@ class ParameterShard:
         parameter._clear_data()
         parameter.get_tensor()._set_dims(list(self.slot.shape))
 
+    def unshard(self, whole: paddle.Tensor) -> None:
+        """Make an ordinary parameter of it again, with memory of its own; ``whole`` is the whole flat buffer, its values."""
+        parameter = self.parameter
+        _Tensor.clear_gradient(parameter, False)
+        if self._hook is not None:
+            self._hook.close()
+        own = flat_view(whole, self.slot.range).clone()
+        tensor = parameter.get_tensor()
+        tensor._share_data_with(own.get_tensor())
+        tensor._set_dims(list(self.slot.shape))
+        del parameter._shard
+        parameter.__class__ = EagerParamBase
+
     def write(self, value: paddle.Tensor | np.ndarray) -> None:
         """Set the whole parameter to ``value``; this rank keeps its part."""
         tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
@@ -138,7 +152,7 @@ class ParameterShard:
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
-        self.unit.changed()
+        self.unit.changed([self])
         self.unit.runtime.parameters_written([self])
 
     # Gradient.
@@ -230,10 +244,15 @@ class ParameterShard:
 
 
 class _GradientHook:
-    """Called by Paddle when the parameter's gradient of one backward is complete."""
+    """Called by Paddle when the parameter's gradient of one backward is complete. Paddle can't take it off again."""
 
     def __init__(self, shard: ParameterShard) -> None:
-        self._shard = shard
+        self._shard: ParameterShard | None = shard
 
     def __call__(self, *_: object) -> None:
-        self._shard.take_gradient()
+        if self._shard is not None:
+            self._shard.take_gradient()
+
+    def close(self) -> None:
+        """Do nothing from now on."""
+        self._shard = None

@@ -348,7 +348,7 @@ class Runtime:
                 shard.hide_local()
                 self._showing_local.discard(shard.index)
             for unit in {shard.unit.index: shard.unit for shard in fresh}.values():
-                unit.changed()
+                unit.changed([shard for shard in fresh if shard.unit is unit])
 
     def check_unwritten(self) -> None:
         """Raise where a parameter was given memory while it was sharded, so that what was written is not in the shard.
@@ -360,6 +360,15 @@ class Runtime:
             if not unit.is_filled and not self._showing_local:
                 for shard in unit.shards:
                     shard.check_parked()
+
+    def check_closable(self) -> None:
+        """Raise where the model is in use.
+
+        Raises:
+            ShardingError: inside a block of ``local_parameters``, or of an optimizer's step.
+        """
+        if self._showing_local or self._optimizers_stepping:
+            raise ShardingError("unshard: not inside `with local_parameters(...)`, nor within a step")
 
     def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
         """Tell those who keep copies of these parameters that they have new values."""

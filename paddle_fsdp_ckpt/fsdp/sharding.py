@@ -21,6 +21,8 @@ from .tensors import dtype_name
 from .unit import Unit
 from .units import ModelPlan, NamedParameter, UnitPlan, check_names, named_buffers, named_parameters, plan_units, walk
 
+_HOOKS_ATTRIBUTE = "_fully_shard_hooks"
+
 
 def shard_model(
     model: nn.Layer,
@@ -115,7 +117,34 @@ def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradien
         hooks.watch_parameters(layer)
         hooks.refuse_copies(layer)
     model.__dict__[RUNTIME_ATTRIBUTE] = runtime
+    model.__dict__[_HOOKS_ATTRIBUTE] = hooks
     return runtime
+
+
+def unshard_model(model: nn.Layer) -> None:
+    """Give every rank the whole parameters, and leave the model as if it had never been sharded. A collective operation.
+
+    Gradients are dropped. Optimizers that are bound must be unbound by the caller, who also has the last look at their states.
+
+    Raises:
+        ShardingError: the model is not sharded, was written to while it was, or is in use.
+    """
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ShardingError(f"unshard: this {type(model).__name__} is not what was given to fully_shard; there is nothing to undo")
+    runtime.check_closable()
+    runtime.release_all()
+    runtime.check_unwritten()
+    model.__dict__.pop(_HOOKS_ATTRIBUTE).close()
+    for buffer in runtime.buffers:
+        buffer.gather()
+        assert buffer.whole is not None
+        for shard in buffer.shards:
+            shard.unshard(buffer.whole)
+        buffer.release()
+    for statistic in runtime.statistics:
+        del statistic._stays_whole
+    del model.__dict__[RUNTIME_ATTRIBUTE]
 
 
 def _by_kind(unit: UnitPlan) -> dict[str, list[NamedParameter]]:

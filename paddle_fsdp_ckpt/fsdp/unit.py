@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import ShardingError
@@ -89,9 +90,11 @@ class Unit:
             for buffer in self.buffers:
                 buffer.release()
 
-    def changed(self) -> None:
-        """Note that this rank's data changed: whatever was gathered is out of date."""
+    def changed(self, shards: Iterable[ParameterShard]) -> None:
+        """Note that this rank's data of these parameters changed: whatever was gathered is out of date."""
         self.generation += 1
+        for shard in shards:
+            shard.changes += 1
         self.release()
 
     def reduce_gradients(self, mean: bool) -> None:

@@ -1,6 +1,16 @@
 """Optimizers on sharded models: what they keep, and how they step."""
 
-from .binding import bind_optimizer, binding_of, check_is_optimizer, check_optimizer, optimizer_list, optimizer_shards, parameter_groups
+from .binding import (
+    bind_optimizer,
+    binding_of,
+    bound_optimizers,
+    check_is_optimizer,
+    check_optimizer,
+    optimizer_list,
+    optimizer_shards,
+    parameter_groups,
+    unbind_optimizer,
+)
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of, register_optimizer
 from .fused_decay import split_weight_decay
 from .fused_others import let_masters_follow
@@ -31,6 +41,7 @@ __all__ = [
     "bind_grad_scaler",
     "bind_optimizer",
     "binding_of",
+    "bound_optimizers",
     "check_bound",
     "check_is_optimizer",
     "check_optimizer",
@@ -53,4 +64,5 @@ __all__ = [
     "restore_learning_rate",
     "split_weight_decay",
     "states_restored_on_error",
+    "unbind_optimizer",
 ]

@@ -46,6 +46,19 @@ def binding_of(optimizer: Any) -> _Binding | None:
     return binding if isinstance(binding, _Binding) else None
 
 
+def unbind_optimizer(optimizer: Any) -> None:
+    """Undo :func:`bind_optimizer`; the optimizer's states stay as they are."""
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.close()
+
+
+def bound_optimizers(runtime: Runtime) -> list[Any]:
+    """Return the optimizers that are bound to a model, in the same order on every rank."""
+    bindings = [observer for observer in runtime.observers if isinstance(observer, _Binding)]
+    return [binding.optimizer for binding in sorted(bindings, key=lambda binding: binding.first_index)]
+
+
 def optimizer_list(optimizer: Any) -> list[Any]:
     """Return the optimizers that an ``optimizer`` argument stands for: None for none, one, or a list or tuple of them."""
     if optimizer is None:
@@ -172,17 +185,37 @@ class _Binding:
         self._is_compared = False
         for runtime in self._runtimes:
             runtime.add_observer(self)
-        optimizer.__dict__.update(
-            {
-                _BINDING_ATTRIBUTE: self,
-                "step": self._sharded_step,
-                "backward": self._collect_gradients,
-                "_apply_optimize": self._apply_optimize_to_local,
-                "_set_auxiliary_var": self._note_found_inf,
-                "state_dict": _refuse_state_dict,
-                "set_state_dict": _refuse_state_dict,
-            }
-        )
+        replaced = {
+            _BINDING_ATTRIBUTE: self,
+            "step": self._sharded_step,
+            "backward": self._collect_gradients,
+            "_apply_optimize": self._apply_optimize_to_local,
+            "_set_auxiliary_var": self._note_found_inf,
+            "state_dict": _refuse_state_dict,
+            "set_state_dict": _refuse_state_dict,
+        }
+        self._found = {name: optimizer.__dict__.get(name) for name in replaced}
+        optimizer.__dict__.update(replaced)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self._optimizer
+
+    @property
+    def first_index(self) -> int:
+        """The place of its first parameter among the model's."""
+        return self._shards[0].index
+
+    def close(self) -> None:
+        """Leave the optimizer's attributes as they were found."""
+        for runtime in self._runtimes:
+            runtime.observers.discard(self)
+        for name, value in self._found.items():
+            if value is None:
+                del self._optimizer.__dict__[name]
+            else:
+                self._optimizer.__dict__[name] = value
 
     def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
         """Make the master weights of these parameters follow their new values."""

@@ -85,6 +85,13 @@ class PaddleRepair:
         self._undo: list[Callable[[], None]] = []
         if self._context.loses_partial_gradients:
             self._check_relied_on()
+        try:
+            self._repair(runtime, optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _repair(self, runtime: PaddleRuntime, optimizer: Any) -> None:
         self._replace(self._context.raw, REPAIR_ATTRIBUTE, self)
         self._let_only(optimizer)
         self._let_go_at_each_step()

@@ -290,7 +290,7 @@ def _say_foreign(path: Path) -> str:
         return f"'{path}' is an empty directory, not a checkpoint; check the path"
     if any(name.endswith(".metadata") for name in names):
         return (
-            f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save; read it with "
-            "paddle.distributed.load_state_dict"
+            f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save. load and "
+            "paddle.distributed.load_state_dict read the former"
         )
     return f"'{path}' has no {MANIFEST_NAME}, so it is not a checkpoint, or not a finished one; check the path. It holds {listing(names)}"

@@ -70,7 +70,7 @@ def open_index(path: Path) -> CheckpointIndex:
     Raises:
         CheckpointError: as :func:`~.index.read_index` and :func:`read_stock_index`.
     """
-    return read_stock_index(path) if _is_stock(path) else read_index(path)
+    return read_stock_index(path) if is_stock(path) else read_index(path)
 
 
 def read_stock_index(path: Path) -> CheckpointIndex:
@@ -87,7 +87,8 @@ def read_stock_index(path: Path) -> CheckpointIndex:
         return _read_index(path)
 
 
-def _is_stock(path: Path) -> bool:
+def is_stock(path: Path) -> bool:
+    """Tell whether a directory looks like one that stock Paddle wrote: it has a ``{id}.metadata`` and no manifest of ours."""
     if not path.is_dir() or parse_left_over(Path(os.path.abspath(path)).name) is not None:
         return False
     names = os.listdir(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,11 @@ def test_at_a_random_moment(tmp_path: Path) -> None:
     kill_at_random_moments(tmp_path, KILLS)
 
 
-def kill_at_random_moments(tmp_path: Path, kills: int) -> set[str]:
-    """Kill each rank in turn while it saves 2 MiB; return how saves ended."""
+def kill_at_random_moments(tmp_path: Path, kills: int) -> Counter[str]:
+    """Kill each rank in turn while it saves 2 MiB; return how many saves ended how, for the rank and for the target."""
     target = tmp_path / "root" / "step"
     target.parent.mkdir()
-    old, ended, longest = None, set(), 0.02
+    old, ended, longest = None, Counter[str](), 0.02
     for number in range(kills):
         victim = number % 2
         ranks = Ranks(tmp_path / f"save-{number}", target, 2, step=number, elements=1 << 19, overwrite=True)
@@ -74,7 +75,7 @@ def kill_at_random_moments(tmp_path: Path, kills: int) -> set[str]:
         check_survivors(results, victim)
         found = step_at(target)
         assert found in (old, number)
-        ended.add(f"{results[victim].split(':')[0]}, {'new' if found == number else 'old'}")
+        ended[f"{results[victim].split(':')[0]}, {'new' if found == number else 'old'}"] += 1
         old = found
     save_again(tmp_path, target, kills + 1)
     return ended

@@ -155,27 +155,39 @@ def _fill(model: nn.Layer, optimizer: Any, path: str) -> None:
     ckpt.save(path, model=model, optimizer=optimizer)
 
 
-def _low_precision(name: str, path: str, save: bool) -> None:
+def _low_precision(name: str, path: str, target: str) -> None:
+    """Fill and save, or load, check, and save to the target."""
     model = _net()
     model.to(dtype="bfloat16")
     optimizer = _make(name, model)
     optimizer._multi_precision = True
     ckpt.fully_shard(model, optimizer=optimizer)
-    if save:
+    if target:
+        ckpt.load(path, model=model, optimizer=optimizer)
+        ckpt.save(target, model=model, optimizer=optimizer)
+        found = _numbers(optimizer)
+        _fill(model, optimizer, target + " again")
+        right = _numbers(optimizer)
+        assert found.keys() == right.keys()
+        for key, values in right.items():
+            np.testing.assert_array_equal(found[key], values, err_msg=key)
+    else:
         _fill(model, optimizer, path)
-        return
-    ckpt.load(path, model=model, optimizer=optimizer)
-    found = {key: weight.local_tensor.astype("float32").numpy() for key, weight in ckpt.optimizer_sharded_state_dict(optimizer).items()}
-    _fill(model, optimizer, path + " again")
-    for key, weight in ckpt.optimizer_sharded_state_dict(optimizer).items():
-        np.testing.assert_array_equal(found[key], weight.local_tensor.astype("float32").numpy(), err_msg=key)
+
+
+def _numbers(optimizer: Any) -> dict[str, np.ndarray]:
+    weights = ckpt.optimizer_sharded_state_dict(optimizer)
+    return {key: weight.local_tensor.astype("float32").numpy() for key, weight in weights.items()}
 
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_low_precision_states_go_to_other_world_sizes(name: str, tmp_path: Path, ranks: Ranks) -> None:
-    path = str(tmp_path / "checkpoint")
-    ranks(2).run(_low_precision, name, path, True)
-    ranks(3).run(_low_precision, name, path, False)
+    path = str(tmp_path / "2")
+    ranks(2).run(_low_precision, name, path, "")
+    for number, world_size in enumerate((3, 2, 1, 2)):
+        target = str(tmp_path / f"{number} of {world_size}")
+        ranks(world_size).run(_low_precision, name, path, target)
+        path = target
 
 
 def _train(model: nn.Layer, optimizer: Any, first: int, last: int) -> None:

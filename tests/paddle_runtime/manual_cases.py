@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 from adapter_cases import error_of
 from fused_cases import Blocks, Held, held, plain_held, plain_model
 from harness import this_rank
@@ -293,6 +294,8 @@ def repaired() -> tuple[str, ...]:
     """A step lets go of all that was gathered, clear_grad() drops gradients, and the model's own state functions are errors."""
     with manually_cut(marked()) as context:
         stepper = OPTIMIZERS["sgd"](context.model)
+        with pytest.warns(UserWarning, match="given to set_state_dict\\(\\) and set_value\\(\\) are lost"):
+            ckpt.init_optimizer_state(stepper)
         with ckpt.repair_paddle_runtime(context.model, stepper) as repair:
             buffers, tasks = _gather(context)
             stepper.step()

@@ -131,7 +131,7 @@ def test_harms_that_nobody_can_see_are_warned_of(ranks: Ranks) -> None:
             "waits for ever",
             "summed over ranks",
             "clear_grad()",
-            "set_value()",
+            "state_dict()",
         ):
             assert harm in text
         assert said["weights"] == said["repaired"] == []

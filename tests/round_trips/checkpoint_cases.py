@@ -198,14 +198,6 @@ def train_and_save(model: str, optimizer: str, path: str, steps: int, more: int)
     return saved, Outcome(train(made, stepper, steps, steps + more), held(made, stepper))
 
 
-def load_and_save(model: str, optimizer: str, path: str, target: str) -> Outcome:
-    """Load into a model with other weights, and save that again."""
-    made, stepper = build(model, optimizer, seed=99)
-    report = ckpt.load(path, model=made, optimizer=stepper)
-    ckpt.save(target, model=made, optimizer=stepper, step=report.step)
-    return Outcome([], held(made, stepper), report)
-
-
 def load_and_train(model: str, optimizer: str, path: str, steps: int, more: int, stale_steps: int = 0) -> tuple[Outcome, Outcome]:
     """Load into a model with other weights (and an optimizer that has stepped already), and go on."""
     made, stepper = build(model, optimizer, seed=99)

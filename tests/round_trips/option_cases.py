@@ -77,13 +77,14 @@ def save(path: str, model: str = "base", optimizer: str | None = "adamw", more: 
     return saved, Outcome(train(made, stepper, 2, 2 + more), held(made, stepper))
 
 
-def load(path: str, model: str, optimizer: str, stale: int, options: dict[str, Any], more: int = 3) -> tuple[Outcome, Outcome, list[float]]:
-    """What there was, what there is after the load, and the losses of a few more steps."""
+def load(path: str, model: str, optimizer: str, stale: int, options: dict[str, Any], more: int = 3) -> tuple[Outcome, Outcome, Outcome]:
+    """What there was, what there is after the load, and after a few more steps."""
     made, stepper = make(model, optimizer, seed=3)
     train(made, stepper, 40, 40 + stale)
     before = Outcome([], held(made, stepper)) if stale else Outcome([], {})
     report = ckpt.load(path, model=made, optimizer=stepper, **options)
-    return before, Outcome([], held(made, stepper), report), train(made, stepper, 2, 2 + more)
+    loaded = Outcome([], held(made, stepper), report)
+    return before, loaded, Outcome(train(made, stepper, 2, 2 + more), held(made, stepper))
 
 
 def refused(path: str, model: str, optimizer: str | None, options: list[dict[str, Any]]) -> Refusal:
@@ -236,7 +237,7 @@ class Wide(nn.Layer):
 
 def cast_memory(path: str) -> tuple[int, bool]:
     """How much Python and numpy allocated at most while a large parameter was converted, and whether its values are right."""
-    numel = 24 << 20
+    numel = 8 << 20
     made = Wide(numel, "float32")
     ckpt.save(path, model=made)
     made = Wide(numel, "float64")

@@ -101,6 +101,17 @@ def test_stock_loads_its_own_format_at_the_same_layout(model: str, tmp_path: Pat
     assert_equal_states(whole([state for state, _ in loaded]), whole(saved))
 
 
+@pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("model", ["tied", "tiny", "convolutions"])
+def test_we_load_what_stock_saves(model: str, source: int, target: int, tmp_path: Path, ranks: Ranks) -> None:
+    """As .distcp, which stock itself can't load at another number of ranks on CPU, and as .safetensors."""
+    for safetensors in (False, True):
+        path = str(tmp_path / f"safetensors {safetensors}")
+        saved = ranks(source).run(save_by_stock, model, path, safetensors)
+        loaded = ranks(target).run(load_by_us, model, path)
+        assert_equal_states(whole([state for state, _ in loaded]), whole(saved))
+
+
 @pytest.mark.parametrize(("source", "target"), [(2, 2), (1, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("model", ["tied", "tiny", "convolutions"])
 def test_stock_loads_our_checkpoints(model: str, source: int, target: int, tmp_path: Path, ranks: Ranks) -> None:
