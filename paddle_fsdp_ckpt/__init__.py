@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .state_dict import init_optimizer_state, optimizer_sharded_state_dict, sharded_state_dict
     from .storage.salvage import SalvageReport, salvage
     from .storage.verify import VerifyReport, verify
-    from .training import fully_shard
+    from .training import drop_submodules, fully_shard
     from .unsharding import unshard
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "__version__",
     "bind_grad_scaler",
     "bind_optimizer",
+    "drop_submodules",
     "full_optimizer_state_dict",
     "full_state_dict",
     "fully_shard",
@@ -92,6 +93,7 @@ _MODULES = {
     "UnsupportedOptimizerError": "errors",
     "bind_grad_scaler": "optim",
     "bind_optimizer": "optim",
+    "drop_submodules": "training",
     "fully_shard": "training",
     "load_full_state_dict": "scatter",
     "iter_full_parameters": "gather",

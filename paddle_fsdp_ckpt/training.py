@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import paddle.distributed as dist
 from paddle import nn
 
-from .errors import ShardingError
-from .fsdp import GradientReduction, shard_model
+from .errors import ShardingError, listing
+from .fsdp import GradientReduction, check_model, shard_model, walk
 from .optim import bind_optimizer, check_optimizer, optimizer_list, parameter_groups
 
 _BIND_LATER: Any = object()
@@ -63,3 +63,28 @@ def fully_shard(
     for one in optimizers:
         bind_optimizer(one)
     return model
+
+
+def drop_submodules(model: nn.Layer, names: Iterable[str]) -> None:
+    """Take layers out of a model before it is sharded, so that nothing of them is trained, gathered or saved; a value head, for example.
+
+    The names of all other layers and parameters stay. What the model's forward does without them is its own affair.
+
+    Args:
+        model: not sharded.
+        names: structured names of layers, such as ``"visual.encoder"``; a layer that hangs in several places goes from these only.
+
+    Raises:
+        ShardingError: the model is sharded, or has no layer of one of the names. Nothing was changed.
+    """
+    check_model(model)
+    wanted = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    layers = dict(walk(model))
+    unknown = [name for name in wanted if not name or name not in layers]
+    if unknown:
+        raise ShardingError(
+            f"drop_submodules: the model has no layers {listing(map(repr, unknown))}; it has {listing(name for name in layers if name)}"
+        )
+    for name in wanted:
+        parent, _, own = name.rpartition(".")
+        layers[parent]._sub_layers.pop(own, None)

@@ -9,7 +9,7 @@ from .runtime import GradientReduction, Runtime, runtime_of
 from .sharding import check_model, local_parameters, shard_model, unshard_model
 from .tensors import dtype_name
 from .unit import Unit
-from .units import check_names, named_buffers, named_parameters
+from .units import check_names, named_buffers, named_parameters, walk
 
 __all__ = [
     "Communicator",
@@ -33,4 +33,5 @@ __all__ = [
     "runtime_of",
     "shard_model",
     "unshard_model",
+    "walk",
 ]

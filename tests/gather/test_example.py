@@ -1,0 +1,28 @@
+"""The README's example of handing weights on runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+README = Path(__file__).resolve().parent.parent.parent / "README.md"
+
+
+def test_the_readme_example_hands_on_what_is_new(tmp_path: Path) -> None:
+    marked = re.search(r"<!-- tests/gather runs this -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert marked is not None
+    (tmp_path / "hand_on.py").write_text(marked[1])
+    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "hand_on.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
+    assert run.returncode == 0, run.stdout + run.stderr + logs
+    found = [load_file(tmp_path / f"weights_{sync}.safetensors") for sync in range(3)]
+    assert [sorted(tensors) for tensors in found] == [["0.bias", "0.weight", "2.bias", "2.weight"], *[["2.bias", "2.weight"]] * 2]
+    assert found[0]["0.weight"].shape == (16, 64)
+    assert (found[1]["2.weight"] != found[2]["2.weight"]).any()
