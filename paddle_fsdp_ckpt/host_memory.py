@@ -21,7 +21,7 @@ def bytes_of(tensor: paddle.Tensor) -> memoryview:
         values = np.ascontiguousarray(tensor.numpy())
         return values.reshape(-1).view(np.uint8).data if values.size else memoryview(bytearray())
     on_host = tensor if tensor.place.is_cpu_place() else tensor.cpu()
-    nbytes = int(on_host.size) * on_host.element_size()
+    nbytes = on_host._numel() * on_host.element_size()  # .size asks numpy, which is slow
     if nbytes == 0:
         return memoryview(bytearray())
     view = memoryview((ctypes.c_ubyte * nbytes).from_address(on_host.data_ptr())).cast("B")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import CorruptCheckpointError, IncompleteCheckpointError, listing
-from .optim import CATALOG, describe_learning_rate, entry_of, restore_learning_rate
+from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate
 from .storage.comparison import have_same_values
 from .storage.format import JsonValue
 from .storage.index import CheckpointIndex
@@ -31,12 +31,19 @@ class SavedOptimizer:
         names: the parameters that it held; of stock Paddle's those with states.
         with_gradient: those that had a gradient.
         learning_rate: see :func:`~.optim.describe_learning_rate`.
+        groups: see :func:`~.optim.describe_hyperparameters`.
     """
 
     cls: str | None
     names: frozenset[str]
     with_gradient: frozenset[str]
     learning_rate: dict[str, JsonValue]
+    groups: tuple[JsonValue, ...] = ()
+
+    def with_names(self, change: Callable[[Iterable[str]], Iterable[str]]) -> SavedOptimizer:
+        """Return the same with other names of parameters."""
+        groups = tuple({**group, "parameters": sorted(change(group["parameters"]))} for group in self.groups)
+        return replace(self, names=frozenset(change(self.names)), with_gradient=frozenset(change(self.with_gradient)), groups=groups)
 
 
 @dataclass(frozen=True)
@@ -71,18 +78,14 @@ class SavedRun:
         """Return the same with all names of tied parameters, not only the first ones, among those that optimizers held."""
         groups = {name: names for names in self.tied or () for name in names}
 
-        def spread(names: Iterable[str]) -> frozenset[str]:
-            return frozenset(other for name in names for other in groups.get(name, (name,)))
+        def spread(names: Iterable[str]) -> set[str]:
+            return {other for name in names for other in groups.get(name, (name,))}
 
-        optimizers = tuple(replace(one, names=spread(one.names), with_gradient=spread(one.with_gradient)) for one in self.optimizers)
-        return replace(self, optimizers=optimizers)
+        return replace(self, optimizers=tuple(one.with_names(spread) for one in self.optimizers))
 
     def renamed(self, rename: Callable[[str], str]) -> SavedRun:
         """Return the same with other names of parameters."""
-        optimizers = tuple(
-            replace(one, names=frozenset(map(rename, one.names)), with_gradient=frozenset(map(rename, one.with_gradient)))
-            for one in self.optimizers
-        )
+        optimizers = tuple(one.with_names(lambda names: map(rename, names)) for one in self.optimizers)
         tied = None if self.tied is None else frozenset(tuple(sorted(map(rename, names))) for names in self.tied)
         return replace(self, optimizers=optimizers, tied=tied)
 
@@ -125,17 +128,24 @@ def _stock_states(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _saved_optimizer(value: JsonValue) -> SavedOptimizer:
-    names = frozenset(name for group in value["groups"] for name in group["parameters"])
-    return SavedOptimizer(value["class"], names, frozenset(value["with_gradient"]), dict(value["learning_rate"]))
+    groups = tuple(_saved_group(value["class"], one) for one in value["groups"])
+    names = frozenset(name for group in groups for name in group["parameters"])
+    return SavedOptimizer(value["class"], names, names.difference(value["without_gradient"]), dict(value["learning_rate"]), groups)
+
+
+def _saved_group(cls: JsonValue, value: JsonValue) -> JsonValue:
+    names, settings = value["parameters"], value["settings"]
+    if not (isinstance(cls, str) and isinstance(settings, dict) and isinstance(names, list) and all(isinstance(one, str) for one in names)):
+        raise TypeError("a group is not names and settings")
+    return {"optimizer": cls, "parameters": names, "settings": settings}
 
 
 def describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
     """Return what a manifest says about an optimizer."""
-    with_gradient = [one.slot.name for one in stepper.parameters if stepper.sharding.has_gradient(one)]
     return {
         "class": stepper.cls,
-        "groups": [{"parameters": names} for names in stepper.groups()],
-        "with_gradient": with_gradient,
+        "groups": [{"parameters": one["parameters"], "settings": one["settings"]} for one in stepper.hyperparameters()],
+        "without_gradient": [one.slot.name for one in stepper.parameters if not stepper.sharding.has_gradient(one)],
         "learning_rate": describe_learning_rate(stepper.optimizer),
     }
 
@@ -199,13 +209,13 @@ def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> list[s
     """Give each optimizer's scheduler the state of the one that was saved, and return what differs otherwise, in words."""
     if run.tied is None:
         return _open_questions(steppers, run)
-    differences = []
+    sentences = []
     for stepper in steppers:
         for one in run.optimizers:
             if stepper.names & one.names:
-                differences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
+                sentences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
                 break
-    return [text for text in differences if text is not None]
+    return [text for text in sentences if text is not None]
 
 
 def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
@@ -219,3 +229,9 @@ def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
                 "far, or were tied to others, or their states were not saved"
             )
     return sentences
+
+
+def hyperparameter_differences(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
+    """Say in words which hyper-parameters were saved otherwise, parameter by parameter. They are left as they are."""
+    saved = [group for one in run.optimizers for group in one.groups]
+    return differences(saved, [group for stepper in steppers for group in stepper.hyperparameters()]) if saved else []

@@ -150,12 +150,6 @@ class Sharding(ABC):
     def warn_of_cuts(self) -> None:
         """Warn where stock Paddle would load what is cut here wrongly."""
 
-    def groups(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[list[str]]:
-        """Return the names of each param group, without buffers, which Paddle's BatchNorm counts as parameters."""
-        name_of = {id(one.parameter): one.slot.name for one in parameters}
-        held = [[id(parameter) for parameter in group["params"]] for group in parameter_groups(optimizer)]
-        return [[name_of[one] for one in group if one in name_of] for group in held]
-
     def states(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[OptimizerState]:
         """Return the states that there are, of the parameters of which this rank keeps a piece."""
         return optimizer_states(optimizer, parameters)
@@ -335,10 +329,6 @@ class CutByPaddle(Sharding):
         if optimizers:
             fused.check_process(optimizers)
         return [fused.held_shards(one) for one in optimizers]
-
-    def groups(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[list[str]]:
-        """Return all names: param groups are refused."""
-        return [[one.slot.name for one in parameters]]
 
     def states(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[OptimizerState]:
         """Return views of the fused accumulators."""

@@ -12,7 +12,7 @@ from paddle import nn
 
 from .errors import CheckpointError, ShardingError, UnsupportedOptimizerError, listing
 from .fsdp import ShardedParameter, check_names, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
-from .optim import SteppedParameter
+from .optim import SteppedParameter, describe_hyperparameters
 from .shardings import Sharding, sharding_of, sharding_of_optimizers
 
 
@@ -34,9 +34,9 @@ class Stepper:
         """The names that carry state."""
         return {one.slot.name for one in self.parameters}
 
-    def groups(self) -> list[list[str]]:
-        """Return the names of each param group, without buffers, which Paddle's BatchNorm counts as parameters."""
-        return self.sharding.groups(self.optimizer, self.parameters)
+    def hyperparameters(self) -> list[Any]:
+        """Return the optimizer's hyper-parameters, see :func:`~.optim.describe_hyperparameters`."""
+        return describe_hyperparameters(self.optimizer, self.parameters)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Subjects:
 
     def digest(self) -> str:
         """Return a digest of what must be the same on every rank."""
-        described: list[object] = [(one.cls, one.groups()) for one in self.steppers]
+        described: list[object] = [(one.cls, one.hyperparameters()) for one in self.steppers]
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
             described += [

@@ -23,7 +23,6 @@ _NOUNS = ("errors", "layout", "pieces")
 _RUNTIME = (*_NOUNS, "fsdp", "optim")
 _OFFLINE = (*_NOUNS, "storage")
 _CHECKPOINT = (*_RUNTIME, "shardings", "state_dict", "subjects", "storage", "host_memory", "meeting", "saved_run")
-_LOADING = (*_CHECKPOINT, "saved_names", "load_options", "load_report", "planned_load", "load_plan")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "version": (),
@@ -62,12 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "meeting": ("errors", "shardings", "storage", "rendezvous"),
     "saved_run": ("errors", "optim", "storage", "subjects"),
     "saving": _CHECKPOINT,
-    "saved_names": ("saved_run", "storage"),
-    "load_options": ("errors",),
-    "load_report": ("storage",),
-    "planned_load": _LOADING,
-    "load_plan": _LOADING,
-    "loading": _LOADING,
+    "loading": _CHECKPOINT,
     "manager": (*_CHECKPOINT, "saving", "loading"),
     "export": _OFFLINE,
     "cli": (*_OFFLINE, "export"),

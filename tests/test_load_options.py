@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
-from paddle_fsdp_ckpt.load_options import PARTS, Patterns, check_options, map_names, unused_prefixes
+from paddle_fsdp_ckpt.loading.options import PARTS, Patterns, check_options, map_names, unused_prefixes
 
 NAMES = ["model.embed.weight", "model.embedding.weight", "model.head.weight", "scale"]
 DEFAULTS: dict[str, Any] = {

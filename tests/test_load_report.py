@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paddle_fsdp_ckpt.load_report import CastKey, LoadNotes, LoadReport, merge_notes
+from paddle_fsdp_ckpt.loading.report import CastKey, LoadNotes, LoadReport, merge_notes
 
 EXACT = LoadReport(Path("step_7"), 7, 4, None, 12, parts=["model", "optimizer"])
 CAST = CastKey("a", "a", "float32", "bfloat16", True)

@@ -5,36 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 from ..errors import CheckpointError
-from ..storage.format import JsonValue
 from ..storage.salvage import salvage
 from ..storage.system_errors import describe_error
 from ..storage.verify import verify
 from ..version import __version__
+from .command import Command, Report
+from .convert import CONVERT
 from .progress import ProgressLine
 
 GOOD, FOUND, CANNOT = 0, 1, 2
 """The exit statuses."""
-
-
-class Report(Protocol):
-    """What a command prints."""
-
-    def to_json(self) -> JsonValue:
-        """The report as plain JSON data."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Command:
-    """A command that looks at a directory: what it does, and whether all is good."""
-
-    help: str
-    run: Callable[[argparse.Namespace], tuple[Report, bool]]
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
@@ -49,9 +32,22 @@ def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
     return report, report.is_whole
 
 
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
+    parser.add_argument("--workers", type=_positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{number} is less than 1")
+    return number
+
+
 _COMMANDS = {
-    "verify": _Command("check every byte of a checkpoint, and name all that is wrong", _verify),
-    "salvage": _Command("list what is intact in a damaged checkpoint, and what is not", _salvage),
+    "verify": Command("check every byte of a checkpoint, and name all that is wrong", _add_directory, _verify),
+    "salvage": Command("list what is intact in a damaged checkpoint, and what is not", _add_directory, _salvage),
+    "convert": CONVERT,
 }
 
 
@@ -83,14 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         one = commands.add_parser(name, help=command.help, description=command.help)
-        one.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
+        command.add_arguments(one)
         one.add_argument("--json", action="store_true", help="print the report as JSON")
-        one.add_argument("--workers", type=_positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{number} is less than 1")
-    return number

@@ -17,11 +17,11 @@ import paddle
 from paddle.regularizer import L1Decay, L2Decay
 
 from ..fsdp import ParameterShard
+from ..fsdp.paddle_runtime import paddle_runtime
 from .binding import parameter_groups
+from .fused_tensors import real_decay
 from .registry import SteppedParameter, WholeParameter
-
-JsonValue = Any
-"""None, bool, int, float, str, a list of these, or a dict of them with str keys."""
+from .schedule import JsonValue
 
 _IN_OTHER_WORDS = {"weight_decay", "grad_clip", "regularization_method", "regularization_coeff"}
 """What a param group can set and is not described under this name, or not as it stands there."""
@@ -39,16 +39,12 @@ _ROUNDED: dict[str, dict[str, str]] = {"Rprop": {"learning_rate_range": "_learni
 _CLIP_SETTINGS = ("clip_norm", "min", "max", "auto_skip_clip")
 
 
-def describe_hyperparameters(
-    optimizer: Any, parameters: Sequence[SteppedParameter], decays: Mapping[str, bool] | None = None
-) -> list[JsonValue]:
+def describe_hyperparameters(optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[JsonValue]:
     """Return an optimizer's hyper-parameters as JSON values. Nothing is changed, and no collective is needed.
 
     Args:
         optimizer: plain, bound, or stepping the fused buffers of Paddle's own ``fully_shard``; of any class.
         parameters: what it holds.
-        decays: what ``apply_decay_param_fun`` says of each parameter, by structured name. By default it is asked with Paddle's name of
-            each plain or bound parameter, and is taken to say yes of others, which Paddle knows by other names than the user.
 
     Returns:
         One dict for each set of parameters with the same settings, in the order of their first: ``{"optimizer": class name,
@@ -57,6 +53,7 @@ def describe_hyperparameters(
     group_of = {id(parameter): group for group in parameter_groups(optimizer) for parameter in group["params"]}
     without_groups = next(iter(parameter_groups(optimizer)), {})
     described: dict[str, dict[str, JsonValue]] = {}
+    decays = _decays(optimizer, parameters)
     for one in parameters:
         group = group_of.get(id(one.parameter), without_groups)
         settings = dict(sorted(_settings(optimizer, group, one, decays).items()))
@@ -108,7 +105,7 @@ def _shown(text: str) -> str:
     return repr(value)
 
 
-def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[str, bool] | None) -> dict[str, JsonValue]:
+def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[int, bool]) -> dict[str, JsonValue]:
     cls = _paddles_class(optimizer)
     parameter = one.parameter
     in_groups = bool(optimizer._param_groups) and isinstance(optimizer._param_groups[0], dict)
@@ -131,7 +128,8 @@ def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, d
     )
     regularizer = _regularizer(optimizer, group, parameter, cls)
     if cls == "AdamW":
-        settings["weight_decay"] = _decoupled(optimizer, group if in_groups else {}, one, decays)
+        coefficient = float(group["weight_decay"] if in_groups else optimizer._weight_decay)
+        settings["weight_decay"] = coefficient if decays.get(id(parameter), True) else 0.0
         settings["regularizer"] = regularizer
         settings["lr_ratio"] = _lr_ratio(optimizer, one)
     else:
@@ -149,22 +147,25 @@ def _attribute(optimizer: Any, key: str, default: Any) -> Any:
     return getattr(optimizer, f"_{key}", getattr(optimizer, key, default))
 
 
-def _decoupled(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[str, bool] | None) -> float:
-    """Return AdamW's weight decay, 0.0 where ``apply_decay_param_fun`` takes the parameter out."""
+def _decays(optimizer: Any, parameters: Sequence[SteppedParameter]) -> dict[int, bool]:
+    """Return what AdamW's ``apply_decay_param_fun`` says of each parameter, by id, where there is one."""
     ask = getattr(optimizer, "_apply_decay_param_fun", None)
-    if decays is not None:
-        decayed = decays.get(one.slot.name, True)
-    else:
-        decayed = ask is None or not _has_users_name(one) or bool(ask(one.parameter.name))
-    return float(group.get("weight_decay", optimizer._weight_decay)) if decayed else 0.0
+    if ask is None:
+        return {}
+    runtime = None if all(_is_held_itself(one) for one in parameters) else paddle_runtime()
+    if runtime is not None:
+        by_name = real_decay(optimizer, runtime)
+        return {id(one.parameter): by_name.get(one.parameter.name, True) for one in parameters}
+    return {id(one.parameter): bool(ask(one.parameter.name)) for one in parameters}
 
 
 def _lr_ratio(optimizer: Any, one: SteppedParameter) -> JsonValue:
     ask = getattr(optimizer, "_lr_ratio", None)
-    return None if ask is None or not _has_users_name(one) else _json(ask(one.parameter))
+    return None if ask is None or not _is_held_itself(one) else _json(ask(one.parameter))
 
 
-def _has_users_name(one: SteppedParameter) -> bool:
+def _is_held_itself(one: SteppedParameter) -> bool:
+    """Tell whether the optimizer holds this very parameter; Paddle's runtime cuts others, of other names."""
     return isinstance(one, (ParameterShard, WholeParameter))
 
 

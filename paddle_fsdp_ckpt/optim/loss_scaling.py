@@ -14,9 +14,7 @@ from paddle.amp.grad_scaler import AmpScaler, OptimizerState
 from ..errors import ShardingError
 from ..fsdp import ParameterShard
 from .binding import binding_of
-
-JsonValue = Any
-"""None, bool, int, float, str, a list of these, or a dict of them with str keys."""
+from .schedule import JsonValue
 
 _BOUND_ATTRIBUTE = "_fully_shard_unscale"
 

@@ -87,8 +87,8 @@ def _restore(scheduler: LRScheduler, saved: dict[str, JsonValue]) -> None:
 
 
 def _is_alike(scheduler: LRScheduler, saved: dict[str, JsonValue]) -> bool:
-    """Tell whether a scheduler, and those that it holds, are of the classes that were saved."""
-    if saved.get("scheduler") != type(scheduler).__name__:
+    """Tell whether a scheduler, and those that it holds, are of the classes that were saved, with all that is in their state."""
+    if saved.get("scheduler") != type(scheduler).__name__ or not _state_of(scheduler).keys() <= saved["state"].keys():
         return False
     nested = _nested(scheduler)
     if "nested" not in saved:

@@ -200,7 +200,7 @@ class _Wait:
             except TimeoutError:
                 if pause == self._timeout:
                     raise
-                self._say_for_whom(rank)
+                self._say_for_whom(rank, pause)
                 self._next_word *= 2
             else:
                 self._rendezvous.forget(key)
@@ -209,13 +209,13 @@ class _Wait:
     def _key(self, rank: int) -> str:
         return f"{self._token}/report/{rank}"
 
-    def _say_for_whom(self, first: int) -> None:
+    def _say_for_whom(self, first: int, seconds: float) -> None:
         missing = [rank for rank in range(first, self._rendezvous.world_size) if not self._is_there(rank)]
         if missing:
             _LOG.warning(
-                "rank %d has waited %.0f s for ranks %s (%s), and gives up after %g s",
+                "rank %d has waited %g s for ranks %s (%s), and gives up after %g s",
                 COORDINATOR,
-                time.monotonic() - self._start,
+                seconds,
                 listing(map(str, missing)),
                 self._token,
                 self._timeout,

@@ -68,6 +68,10 @@ class Digester:
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes of the file, 1-D."""
+        if len(data) < self._missing:  # nearly every small tensor
+            self._state.update(data)
+            self._missing -= len(data)
+            return
         for part in _cut(data, self._missing):
             self._state.update(part)
             self._missing -= len(part)

@@ -138,6 +138,7 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
             raise ValueError(
                 f"keys with values or with a description, but not both: {listing(sorted(header.keys() ^ descriptions.keys()))}"
             )
+        "".join(header).encode()  # Raises for half a surrogate pair, which no message could show.
         entries = sorted(header.items(), key=_data_start)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CorruptCheckpointError(f"the header of {where} is malformed: {_text(error)}; {_WAY_OUT}") from error

@@ -83,7 +83,7 @@ def plan_read(
     """Plan how one rank reads ``targets`` from the checkpoint; nothing is read and nothing changed.
 
     Every difference between checkpoint and objects becomes a problem of the plan; call ``plan.problems.raise_if_any()``.
-    Values that are stored more than once are read from the first file that has them; :func:`~.reader.check_duplicates`
+    Values that are stored more than once are read from the first file that has them; :func:`~.reader.differing_duplicates`
     compares them with the others.
 
     Args:

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatErro
 from .buffers import read_all
 from .digests import CHUNK_NBYTES, chunk, chunks_of, digest
 from .format import DTYPE_NBYTES, FileRecord, Manifest
-from .header import LENGTH_NBYTES, Entry, decode_header
+from .header import LENGTH_NBYTES, Entry, decode_header, header_nbytes
 from .index import CheckpointIndex, Stored, open_inside, read_damaged_manifest, read_manifest
 from .system_errors import describe_error
 
@@ -185,19 +185,19 @@ def _check_chunks(path: Path, record: FileRecord, numbers: range) -> list[tuple[
 
 
 def _with_entries(path: Path, one: FileSurvey) -> FileSurvey:
-    if 0 in one.damaged or one.record.header_nbytes <= LENGTH_NBYTES:
+    if 0 in one.damaged or (one.problem is not None and not one.size):
         return one
+    where = f"'{path / one.record.name}'"
     try:
         descriptor, _ = open_inside(path, one.record.name)
         with open(descriptor, "rb") as file:
-            header = file.read(one.record.header_nbytes)[LENGTH_NBYTES:]
-        entries = list(decode_header(header, one.record.size, f"'{path / one.record.name}'"))
+            length = header_nbytes(file.read(LENGTH_NBYTES), one.record.size, where)
+            entries = list(decode_header(file.read(length), one.record.size, where))
     except (CheckpointError, OSError) as error:
         return replace(one, header_problem=str(error))
-    wrong_count = None
-    if len(entries) != one.record.pieces:
-        wrong_count = f"'{path / one.record.name}' holds {len(entries)} pieces, and the manifest says {one.record.pieces}"
-    return replace(one, entries=entries, header_problem=wrong_count)
+    found, said = (LENGTH_NBYTES + length, len(entries)), (one.record.header_nbytes, one.record.pieces)
+    problem = None if found == said else f"{where} has {found} bytes of header and pieces, and the manifest says {said}"
+    return replace(one, entries=entries, header_problem=problem)
 
 
 def damaged_ranges(one: FileSurvey) -> Iterator[tuple[int, int]]:

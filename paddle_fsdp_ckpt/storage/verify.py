@@ -11,7 +11,7 @@ from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatErro
 from ..pieces import Piece
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue, parse_left_over
 from .index import CheckpointIndex
-from .plan import Duplicate, plan_read
+from .plan import Duplicate, ReadPlan, plan_read
 from .reader import differing_duplicates
 from .stock import read_stock_index
 from .survey import FileSurvey, Progress, Survey, damaged_ranges, survey
@@ -172,14 +172,13 @@ def _stray_files(found: Survey) -> Iterator[Finding]:
 
 
 def _key_findings(found: Survey) -> Iterator[Finding]:
-    yield from _coverage_findings(found.index)
-    whole = _whole_targets(found.index)
-    duplicates = plan_read(found.index, whole, ()).duplicates
-    yield from _difference_findings(found.index, [one for one in duplicates if not _touches_damage(found, one)])
+    plan = _plan_all(found.index)
+    yield from _coverage_findings(plan)
+    yield from _difference_findings(found.index, [one for one in plan.duplicates if not _touches_damage(found, one)])
 
 
-def _coverage_findings(index: CheckpointIndex) -> Iterator[Finding]:
-    for problem in plan_read(index, _whole_targets(index), ()).problems.uncovered:
+def _coverage_findings(plan: ReadPlan) -> Iterator[Finding]:
+    for problem in plan.problems.uncovered:
         yield Finding(f"key '{problem.key}'", problem.text)
 
 
@@ -199,9 +198,9 @@ def _touches_damage(found: Survey, one: Duplicate) -> bool:
     )
 
 
-def _whole_targets(index: CheckpointIndex) -> list[Piece]:
+def _plan_all(index: CheckpointIndex) -> ReadPlan:
     shapes = {key: index.global_shape(key) for key in index.stored}
-    return [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()]
+    return plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], ())
 
 
 def _is_stock(path: Path) -> bool:
@@ -216,7 +215,8 @@ def _verify_stock(path: Path) -> VerifyReport:
     not_checked = ("the values: stock Paddle keeps no digests",)
     try:
         index = read_stock_index(path)
-        findings = [*_coverage_findings(index), *_difference_findings(index, plan_read(index, _whole_targets(index), ()).duplicates)]
+        plan = _plan_all(index)
+        findings = [*_coverage_findings(plan), *_difference_findings(index, plan.duplicates)]
     except CheckpointError as error:
         return VerifyReport(path, kind, None, None, 0, 0, (Finding(_DIRECTORY, str(error)),), not_checked)
     nbytes = sum(one.size for one in index.files)

@@ -23,12 +23,14 @@ import damage
 from harness import RankPool
 from processes import Ranks, step_at
 from test_crashes import kill_at_random_moments
-from training_cases import save_trained
 
 TMPFS_NBYTES = 2 << 20
 
 
 def damage_a_checkpoint(folder: Path, counts: argparse.Namespace) -> str:
+    # Each forked rank imports this file, and so would import Paddle.
+    from training_cases import save_trained
+
     path = folder / "step"
     with RankPool(2) as pool:
         pool.run(save_trained, str(path))

@@ -164,6 +164,41 @@ def test_a_fixed_scale(ranks: Ranks) -> None:
     ranks(2).run(compare, "sgd", "step", "bias", False)
 
 
+def two_optimizers(sharded: bool) -> list[tuple[dict[str, np.ndarray], Any]]:
+    """One scaler for two halves of a model; the infinity is in the second's."""
+    paddle.seed(3)
+    model = Net()
+    second = paddle.optimizer.AdamW(0.05, epsilon=1e-4, parameters=model.last.parameters())
+    steppers = [OPTIMIZERS["sgd"](model.first), second]
+    scaler = make_scaler()
+    if sharded:
+        ckpt.fully_shard(model, optimizer=steppers)
+        bind_grad_scaler(scaler)
+    seen = []
+    for number in range(5):
+        scaler.scale(model(paddle.linspace(-1, 1, 12).reshape([4, 3]), "bias", INFINITE.get(number, 0.0))).backward()
+        for stepper in steppers:
+            scaler.step(stepper)
+        scaler.update()
+        for stepper in steppers:
+            stepper.clear_grad()
+        seen.append((weights(model), describe_grad_scaler(scaler)))
+    return seen
+
+
+def compare_two_optimizers() -> None:
+    with as_on_gpu():
+        for (whole, right_state), (pieces, state) in zip(two_optimizers(False), two_optimizers(True), strict=True):
+            assert state == right_state
+            for name, piece in pieces.items():
+                name, start, stop = name.split()
+                np.testing.assert_allclose(piece, whole[name][int(start) : int(stop)], rtol=1e-5, atol=1e-6)
+
+
+def test_one_scaler_for_two_optimizers(ranks: Ranks) -> None:
+    ranks(2).run(compare_two_optimizers)
+
+
 def refuses_an_unbound_scaler(optimizer: str) -> None:
     with as_on_gpu():
         model = Net()

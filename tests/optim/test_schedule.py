@@ -167,6 +167,17 @@ def test_another_kind_of_rate_is_left_and_reported(saved: Maker, now: Maker) -> 
     assert describe_learning_rate(optimizer) == before
 
 
+def test_a_state_that_lacks_something_is_left_and_reported() -> None:
+    """As another version of Paddle may save it."""
+    schedule, now = SCHEDULES["ReduceOnPlateau"](), SCHEDULES["ReduceOnPlateau"]()
+    go_on(schedule, 7)
+    saved = through_json(describe_learning_rate(optimizer_at(schedule)))
+    del saved["state"]["best"]
+    before = describe_learning_rate(optimizer_at(now))
+    assert "was left as" in str(restore_learning_rate(optimizer_at(now), saved))
+    assert describe_learning_rate(optimizer_at(now)) == before
+
+
 def test_set_lr_is_described_and_never_restored() -> None:
     optimizer = optimizer_at(0.1)
     optimizer.set_lr(0.05)

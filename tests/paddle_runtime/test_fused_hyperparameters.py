@@ -22,12 +22,11 @@ def described(optimizer: str) -> tuple[Any, Any, Any]:
     plain = EVERY[optimizer](model)
     held = [WholeParameter(Slot((name,), tuple(p.shape), 0), p) for name, p in model.named_parameters()]
     right = describe_hyperparameters(plain, held)
-    decays = {name: len(p.shape) > 1 for name, p in model.named_parameters()} if optimizer in DECAYED else None
     with cut_by_paddle(optimizer) as (model, stepper):
         shards = held_shards(stepper)
-        before = describe_hyperparameters(stepper, shards, decays)
+        before = describe_hyperparameters(stepper, shards)
         train(model, stepper, 0, 1)
-        return right, before, describe_hyperparameters(stepper, shards, decays)
+        return right, before, describe_hyperparameters(stepper, shards)
 
 
 @pytest.mark.parametrize("optimizer", [name for name in EVERY if not name.endswith("named")])

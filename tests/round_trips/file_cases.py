@@ -18,7 +18,7 @@ BIG_NBYTES = 192 << 20
 class Many(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.large = self.create_parameter([300, 301])
+        self.large = self.create_parameter([3000, 1001])
         for i in range(1000):
             self.add_parameter(f"tiny{i}", self.create_parameter([3]))
 

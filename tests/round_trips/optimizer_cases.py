@@ -29,7 +29,7 @@ class Variant:
         cls: the class, of ``paddle.optimizer``.
         option: what is special about it; empty for the plain one.
         options: arguments of the constructor.
-        dtype: of the model's parameters; in bfloat16 with master weights.
+        dtype: of the model's parameters; with master weights where it is bfloat16.
     """
 
     cls: str
@@ -56,15 +56,15 @@ REQUIRED: dict[str, dict[str, Any]] = {"ASGD": {"batch_num": 2}}
 # Where a gradient is near 0, Adam and its kin would amplify the order of summation, and parity would show that.
 STEADY = {cls: {"epsilon": 1e-4} for cls in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "Adam": {"amsgrad": {"amsgrad": True}, "L2": {"weight_decay": 0.1}},
-    "AdamW": {"amsgrad": {"amsgrad": True}, "clipped": {"grad_clip": nn.ClipGradByGlobalNorm(0.05)}},
-    "Momentum": {"nesterov, L2": {"use_nesterov": True, "weight_decay": 0.1}},
+    "Adam": {"amsgrad": {"amsgrad": True}, "weight_decay": {"weight_decay": 0.1}},
+    "AdamW": {"amsgrad": {"amsgrad": True}, "grad_clip": {"grad_clip": nn.ClipGradByGlobalNorm(0.05)}},
+    "Momentum": {"use_nesterov and weight_decay": {"use_nesterov": True, "weight_decay": 0.1}},
     "RMSProp": {"centered": {"centered": True, "momentum": 0.5}},
-    "Adagrad": {"initial": {"initial_accumulator_value": 0.1}},
+    "Adagrad": {"initial_accumulator_value": {"initial_accumulator_value": 0.1}},
     "ASGD": {"batch_num=1": {"batch_num": 1}},
 }
-WITH_MASTER_WEIGHTS = ("Rprop", "SGD")
-"""Those that Paddle 3.3's CPU wheel can step in bfloat16."""
+IN_BFLOAT16 = ("Rprop", "SGD")
+"""Those that Paddle 3.3's CPU wheel can step in bfloat16. There are master weights then, which these kernels don't look at."""
 
 
 def _variants() -> dict[str, Variant]:
@@ -73,8 +73,8 @@ def _variants() -> dict[str, Variant]:
         usual = {**REQUIRED.get(cls, {}), **STEADY.get(cls, {})}
         found += [Variant(cls, "", usual), Variant(cls, "named", {**usual, "name": "opt"})]
         found += [Variant(cls, option, {**usual, **options}) for option, options in OPTIONS.get(cls, {}).items()]
-        if cls in WITH_MASTER_WEIGHTS:
-            found.append(Variant(cls, "with master weights", usual, "bfloat16"))
+        if cls in IN_BFLOAT16:
+            found.append(Variant(cls, "bfloat16", usual, "bfloat16"))
     return {variant.name: variant for variant in found}
 
 

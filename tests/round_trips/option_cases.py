@@ -17,6 +17,9 @@ from strict_cases import MODELS, Refusal, attempt, backward, changes, copied, ma
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.fsdp import named_parameters
 
+Ranges = dict[str, Any]
+"""Key -> (first element and past the last, dtype, bytes) of this rank's piece."""
+
 
 class Counting(Tied):
     """A tied model with a buffer."""
@@ -180,15 +183,15 @@ def _without_block(name: str) -> str:
     return name.replace("blocks.0.", "blocks.9.")
 
 
-def to_low_precision(path: str, dtype: str) -> tuple[dict[str, Any], Any]:
+def to_low_precision(path: str, dtype: str) -> tuple[Ranges, Any]:
     """A float32 checkpoint into a low-precision model with master weights: this rank's pieces as float32 and bits, and the report."""
     made, stepper = _low_precision(True, 2, dtype)
-    report = ckpt.load(path, model=made, optimizer=stepper, cast=True, allow_missing=[])
+    report = ckpt.load(path, model=made, optimizer=stepper, cast=True)
     return _ranges(made, stepper), report
 
 
-def _ranges(model: nn.Layer, stepper: Any) -> dict[str, Any]:
-    found = {}
+def _ranges(model: nn.Layer, stepper: Any) -> Ranges:
+    found: Ranges = {}
     for key, weight in {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(stepper)}.items():
         flat = weight.flattened_range if weight.is_flattened else slice(0, int(np.prod(weight.global_shape)))
         dtype = str(weight.local_tensor.dtype).rpartition(".")[2]
@@ -196,7 +199,7 @@ def _ranges(model: nn.Layer, stepper: Any) -> dict[str, Any]:
     return found
 
 
-def from_low_precision(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def from_low_precision(path: str) -> tuple[Ranges, Ranges, Any]:
     """A bfloat16 checkpoint with master weights into a float32 model without."""
     made, stepper = _low_precision(True, 1)
     for key, weight in sorted(ckpt.optimizer_sharded_state_dict(stepper).items()):
@@ -208,6 +211,62 @@ def from_low_precision(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
     made, stepper = _low_precision(True, 2, "float32")
     report = ckpt.load(path, model=made, optimizer=stepper, cast=True)
     return saved, _ranges(made, stepper), report
+
+
+def _of_dtype(dtype: str, seed: int) -> tuple[nn.Layer, Any]:
+    """A model whose optimizer keeps its states in the dtype of the parameters."""
+    paddle.seed(seed)
+    made = Tied()
+    if dtype != "float32":
+        made.to(dtype=dtype)
+    stepper = paddle.optimizer.Momentum(0.01, parameters=made.parameters())
+    ckpt.fully_shard(made, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    return made, stepper
+
+
+def states_of_another_dtype(path: str, dtypes: tuple[str, str]) -> tuple[Ranges, Ranges, Refusal, Any]:
+    """Case 10: saved in one dtype; refused in another, and then converted."""
+    made, stepper = _of_dtype(dtypes[0], 1)
+    for weight in ckpt.optimizer_sharded_state_dict(stepper).values():
+        tensor = weight.local_tensor
+        paddle.assign(paddle.randn(tensor.shape).astype(tensor.dtype), tensor)
+    ckpt.save(path, model=made, optimizer=stepper)
+    saved = _ranges(made, stepper)
+    made, stepper = _of_dtype(dtypes[1], 2)
+    refusal = attempt(lambda: ckpt.load(path, model=made, optimizer=stepper), made, stepper)
+    report = ckpt.load(path, model=made, optimizer=stepper, cast=True)
+    return saved, _ranges(made, stepper), refusal, report
+
+
+def _mixed(seed: int) -> tuple[nn.Layer, Any]:
+    paddle.seed(seed)
+    made = Tied()
+    for block in made.blocks:
+        for layer in (block.up, block.down):
+            layer.to(dtype="bfloat16")
+    stepper = paddle.optimizer.AdamW(0.01, parameters=made.parameters(), multi_precision=True)
+    ckpt.fully_shard(made, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    return made, stepper
+
+
+def save_mixed(path: str) -> Ranges:
+    """Case 9: float32 norms and bfloat16 matrices in one group, with filled states."""
+    made, stepper = _mixed(1)
+    for weight in ckpt.optimizer_sharded_state_dict(stepper).values():
+        paddle.assign(paddle.rand(weight.local_tensor.shape) + float(this_rank().rank), weight.local_tensor)
+    for weight in ckpt.optimizer_sharded_state_dict(stepper).values():
+        if not weight.is_flattened and weight.key.endswith("_pow_acc_0"):  # the same on all ranks
+            paddle.assign(paddle.full(weight.local_tensor.shape, 0.25), weight.local_tensor)
+    ckpt.save(path, model=made, optimizer=stepper)
+    return _ranges(made, stepper)
+
+
+def load_mixed(path: str) -> tuple[Ranges, bool]:
+    made, stepper = _mixed(2)
+    report = ckpt.load(path, model=made, optimizer=stepper)
+    return _ranges(made, stepper), report.is_exact
 
 
 def save_large_value(path: str) -> None:

@@ -22,6 +22,7 @@ RATES: dict[str, Callable[[], Any]] = {
     "warm-up": lambda: lr.LinearWarmup(lr.CosineAnnealingDecay(0.01, T_max=10), 3, 0.0, 0.01),
     "plateau": lambda: lr.ReduceOnPlateau(0.01, patience=1),
     "noam": lambda: lr.NoamDecay(d_model=8, warmup_steps=4),
+    "warm restarts": lambda: lr.CosineAnnealingWarmRestarts(0.01, T_0=2, T_mult=2),
 }
 
 

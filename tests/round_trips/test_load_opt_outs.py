@@ -18,12 +18,15 @@ from option_cases import (
     from_low_precision,
     halved_optimizers,
     load,
+    load_mixed,
     load_parts,
     masters_follow,
     number_name,
     refused,
     save,
     save_large_value,
+    save_mixed,
+    states_of_another_dtype,
     to_low_precision,
 )
 from strict_cases import save_base
@@ -261,6 +264,35 @@ def test_low_precision_into_float32_takes_the_master_weights(world_size: int, tm
         assert {one.key for one in report.casts} == {key for key in found if not is_state(key)} - {"out.weight"}
         assert all(one.source == f"{one.key}.w_0" and not one.may_have_rounded for one in report.casts)
         assert not report.unexpected
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_states_of_another_dtype(dtypes: tuple[str, str], tmp_path: Path, ranks: Ranks) -> None:
+    results = ranks(2).run(states_of_another_dtype, str(tmp_path / "states"), dtypes)
+    check(
+        [refusal for _, _, refusal, _ in results], [f"'embed.weight.velocity_0': checkpoint has {dtypes[0]}, the model wants {dtypes[1]}"]
+    )
+    saved, found = joined([pieces for pieces, _, _, _ in results]), joined([pieces for _, pieces, _, _ in results])
+    assert saved.keys() == found.keys() == {one.key for one in results[0][3].casts} | {"out.weight"}
+    for key, array in found.items():
+        before, after = (bits_to_float32(values.tobytes(), dtype) for values, dtype in zip((saved[key], array), dtypes, strict=True))
+        if dtypes[1] == "bfloat16":
+            bits = before.view(np.uint32)
+            before = ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+        elif dtypes[1] == "float16":
+            before = before.astype(np.float16).astype(np.float32)
+        np.testing.assert_array_equal(after, before, err_msg=key)
+
+
+def test_two_dtypes_in_one_group(tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "mixed")
+    saved = joined(ranks(2).run(save_mixed, path))
+    assert saved["blocks.0.norm.weight"].dtype == np.float32 and saved["blocks.0.up.weight"].dtype == np.uint16
+    assert "blocks.0.up.weight.w_0" in saved and "blocks.0.norm.weight.w_0" not in saved
+    for world_size in (1, 2, 3):
+        results = ranks(world_size).run(load_mixed, path)
+        assert_values(joined([pieces for pieces, _ in results]), saved)
+        assert all(is_exact for _, is_exact in results)
 
 
 def test_conversion_needs_little_memory(tmp_path: Path, single: RankPool) -> None:

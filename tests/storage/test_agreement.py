@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import logging
+import re
+import threading
+
 import pytest
 from checkpoints import ThreadRendezvous, run_ranks
 
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError, RankFailedError
+from paddle_fsdp_ckpt.storage import agreement
 from paddle_fsdp_ckpt.storage.agreement import agree, exchange
 
 SOON = 0.2
@@ -104,6 +109,44 @@ def test_a_rank_that_never_answers_is_named_everywhere() -> None:
         assert isinstance(results[rank], RankFailedError)
         assert str(results[rank]).startswith("ranks 1, 3 failed: no answer within 30 s")
         assert "rank 2 failed: disk gone" in str(results[rank])
+
+
+def test_rank_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(agreement, "_FIRST_WORD_SECONDS", SOON / 4)
+    may_go_on = threading.Event()
+
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            may_go_on.set()
+
+    handler = Waits()
+    logging.getLogger("paddle_fsdp_ckpt").addHandler(handler)
+    try:
+
+        def work(ranks: ThreadRendezvous) -> int:
+            def part() -> None:
+                if ranks.rank in (2, 3):
+                    assert may_go_on.wait(LONG)
+
+            exchange(ranks, "t", part, lambda _: None, LONG)
+            return 1
+
+        assert run_ranks(4, work) == [1] * 4
+    finally:
+        logging.getLogger("paddle_fsdp_ckpt").removeHandler(handler)
+    assert re.fullmatch(r"rank 0 has waited 0\.05 s for ranks .*2, 3 \(t\), and gives up after 30 s", caplog.messages[0])
+
+
+def test_reports_are_forgotten_once_they_are_read() -> None:
+    """A job's store lives as long as the job, and the digests of a large file are not small."""
+    stores: list[dict[str, bytes]] = []
+
+    def work(ranks: ThreadRendezvous) -> None:
+        exchange(ranks, "t", lambda: "x" * 1000, lambda _: None, LONG)
+        stores.append(ranks._store)
+
+    run_ranks(3, work)
+    assert max(map(len, stores[0].values())) < 100
 
 
 def test_a_coordinator_that_never_answers_is_named_by_the_others() -> None:

@@ -23,7 +23,8 @@ def bits_of(dtype: str) -> type[np.unsignedinteger]:
 
 
 def as_float64(values: np.ndarray, dtype: str) -> np.ndarray:
-    return ((values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NaN
+        return ((values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values).astype(np.float64)
 
 
 def every_value(dtype: str) -> np.ndarray:
@@ -35,7 +36,8 @@ def every_value(dtype: str) -> np.ndarray:
     if dtype == "float32":
         middles = (anything << np.uint64(16) | np.uint64(0x8000)) & np.uint64(0xFFFFFFFF)
         return np.concatenate([middles, middles + np.uint64(1), middles - np.uint64(1), anything]).astype(np.uint32).view(np.float32)
-    float32 = every_value("float32").astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NaN
+        float32 = every_value("float32").astype(np.float64)
     wide = (anything << np.uint64(32) | anything).view(np.float64)
     return np.concatenate([float32, np.nextafter(float32, np.inf), np.nextafter(float32, -np.inf), wide])
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from checkpoints import cut, write_checkpoint
 
-from paddle_fsdp_ckpt.errors import MismatchError
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex, read_index
@@ -31,15 +30,14 @@ def index(tmp_path: Path) -> CheckpointIndex:
 
 
 def message(index: CheckpointIndex, targets: Sequence[Piece], expected: Collection[str]) -> str:
-    with pytest.raises(MismatchError) as caught:
-        plan_read(index, targets, expected).problems.raise_if_any()
-    return str(caught.value)
+    problems = plan_read(index, targets, expected).problems
+    assert problems
+    return str(problems)
 
 
 def test_a_checkpoint_that_fits_has_no_problems(index: CheckpointIndex) -> None:
     plan = plan_read(index, [W], ["layers.0.w", "layers.0.b"])
     assert not plan.problems
-    plan.problems.raise_if_any()
     assert plan.nbytes == 96 and plan.duplicates == []
     assert [(number, read.target_offset, read.nbytes) for number, reads in plan.reads.items() for read in reads] == [
         (0, 0, 48),
@@ -64,7 +62,7 @@ def test_missing_and_unexpected_keys_are_listed(index: CheckpointIndex) -> None:
 
 def test_an_opt_out_removes_one_kind_of_problem(index: CheckpointIndex) -> None:
     problems = plan_read(index, [W], ["layers.0.w"]).problems
-    dataclasses.replace(problems, unexpected=()).raise_if_any()
+    assert problems and not dataclasses.replace(problems, unexpected=())
 
 
 def test_a_target_counts_as_expected(index: CheckpointIndex) -> None:
@@ -84,12 +82,9 @@ def test_20_keys_are_listed_and_the_others_counted(index: CheckpointIndex) -> No
     assert "500 missing" in text and "'head.0019', ... (480 more)" in text and "head.0020" not in text
 
 
-@pytest.mark.parametrize("prefix", ["_layers.", "model.language_model."])
-def test_a_prefix_that_wraps_one_side_is_named(index: CheckpointIndex, tmp_path: Path, prefix: str) -> None:
-    text = message(index, [], [prefix + "layers.0.w", prefix + "layers.0.b", "extra"])
-    assert f"2 of these are in it without their prefix '{prefix}'" in text
-    wrapped = read_index(write_checkpoint(tmp_path / "wrapped", [[cut(prefix + "w.x", WHOLE), cut(prefix + "b.x", WHOLE)]]))
-    assert f"2 of these are in it with the prefix '{prefix}' in front" in message(wrapped, [], ["w.x", "b.x", "extra"])
+def test_a_prefix_that_wraps_one_side_is_named(index: CheckpointIndex) -> None:
+    text = message(index, [], ["_layers.layers.0.w", "_layers.layers.0.b", "extra"])
+    assert "2 of these are in it without their prefix '_layers.'" in text
 
 
 def test_another_shape_is_named_with_both(index: CheckpointIndex) -> None:
@@ -100,8 +95,10 @@ def test_another_shape_is_named_with_both(index: CheckpointIndex) -> None:
 
 
 def test_another_dtype_is_named_with_both(index: CheckpointIndex) -> None:
-    target = dataclasses.replace(W, dtype="bfloat16")
-    assert "1 of another dtype: 'layers.0.w': checkpoint has float32, the model wants bfloat16" in message(index, [target], index.keys())
+    text = message(index, [dataclasses.replace(W, dtype="bfloat16")], index.keys())
+    assert "1 of another dtype: 'layers.0.w': checkpoint has float32, the model wants bfloat16 (cast=True converts it)" in text
+    text = message(index, [dataclasses.replace(W, dtype="int64")], index.keys())
+    assert "checkpoint has float32, the model wants int64\n" in text
 
 
 @pytest.mark.parametrize(

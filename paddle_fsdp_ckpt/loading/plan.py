@@ -9,23 +9,23 @@ from pathlib import Path
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from .errors import IncompleteCheckpointError, MismatchError, listing
-from .load_options import LoadOptions, Patterns, map_names, unused_prefixes
-from .load_report import CastKey, LoadNotes
-from .optim import entry_of
-from .optim.registry import MASTER_WEIGHT_KEY
-from .pieces import Piece
-from .planned_load import LoadPlan, Target, read_targets
+from ..errors import IncompleteCheckpointError, MismatchError, listing
+from ..optim import entry_of
+from ..optim.registry import MASTER_WEIGHT_KEY
+from ..pieces import Piece
+from ..saved_run import class_differences, read_saved_run, tied_differences
+from ..shardings import StateLoad
+from ..storage.casts import can_cast, may_overflow, may_round, read_cast
+from ..storage.flex import piece_of
+from ..storage.plan import ReadPlan, plan_read
+from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
+from ..storage.reader import differing_duplicates, verify_first
+from ..storage.stock import open_index
+from ..subjects import Stepper, Subjects
+from .options import LoadOptions, Patterns, map_names, unused_prefixes
+from .planned import LoadPlan, Target, read_targets
+from .report import CastKey, LoadNotes
 from .saved_names import RenamedCheckpoint, rename_checkpoint
-from .saved_run import class_differences, read_saved_run, tied_differences
-from .shardings import StateLoad
-from .storage.casts import can_cast, may_overflow, may_round, read_cast
-from .storage.flex import piece_of
-from .storage.plan import ReadPlan, plan_read
-from .storage.problems import KeyProblem, OtherProblem, ReadProblems
-from .storage.reader import differing_duplicates, verify_first
-from .storage.stock import open_index
-from .subjects import Stepper, Subjects
 
 _LOW_PRECISION = ("float16", "bfloat16")
 
@@ -177,9 +177,8 @@ class _Planner:
                 return
         # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
         self.expected |= set().union(*(self.states_of(one.slot.name) for one in stepper.parameters if not one.range.numel))
-        self.without_state += [
-            one.slot.name for one in stepper.parameters if one.slot.name not in stored | new | restarted and not one.parameter.stop_gradient
-        ]
+        told = stored | new | restarted
+        self.without_state += [one.slot.name for one in stepper.parameters if one.slot.name not in told and not one.parameter.stop_gradient]
         self.targets += [self._state_target(key, weight) for key, weight in loading.weights.items()]
         self.state_loads.append(loading)
 
@@ -294,7 +293,8 @@ class _Planner:
             for two in differing_duplicates(self.index, reads.duplicates)
         }
         narrowed = [one for one in targets if may_overflow(dtypes[one.source], one.piece.dtype)]
-        self._verify(narrowed)
+        if narrowed:
+            self._verify(narrowed)
         overflows = zip(narrowed, read_cast(self.index, [one.piece for one in narrowed], None), strict=True)
         too_large = [
             KeyProblem(one.key, f"{count} of its {dtypes[one.source]} values are too large for {one.piece.dtype}")

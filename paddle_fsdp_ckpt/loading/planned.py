@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import paddle
 
-from .host_memory import destinations
-from .load_options import LoadOptions
-from .load_report import LoadNotes
-from .pieces import Piece
-from .saved_run import SavedRun
-from .shardings import StateLoad
-from .storage.casts import read_cast
-from .storage.index import CheckpointIndex
-from .storage.plan import ReadPlan, plan_read
-from .storage.problems import ReadProblems
-from .storage.reader import execute_read
-from .subjects import Subjects
+from ..host_memory import destinations
+from ..pieces import Piece
+from ..saved_run import SavedRun
+from ..shardings import StateLoad
+from ..storage.casts import read_cast
+from ..storage.index import CheckpointIndex
+from ..storage.plan import ReadPlan, plan_read
+from ..storage.problems import ReadProblems
+from ..storage.reader import execute_read
+from ..subjects import Subjects
+from .options import LoadOptions
+from .report import LoadNotes
 
 
 class Target(NamedTuple):
@@ -57,7 +57,7 @@ class LoadPlan:
         state_loads: one an optimizer.
         problems: of this rank.
         notes: what this rank has to report.
-        without_state: see :class:`~.load_report.LoadReport`; the same on all ranks, as are the following.
+        without_state: see :class:`~.report.LoadReport`; the same on all ranks, as are the following.
         not_asked_for: see there.
         mapped: see there.
         copied_tied: see there.

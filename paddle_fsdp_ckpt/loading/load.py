@@ -1,4 +1,4 @@
-"""``load``: a checkpoint directory read into a model and its optimizers, at any world size."""
+"""The call itself: what is wrong is judged for all ranks at once, then each reads, then the rest follows."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from .errors import CorruptCheckpointError, MismatchError, RankFailedError
-from .load_options import PARTS, KeyMap, check_options
-from .load_plan import plan_load
-from .load_report import LoadNotes, LoadReport, merge_notes
-from .meeting import absolute_path, check_same, open_meeting
-from .optim import optimizer_list, states_restored_on_error
-from .planned_load import LoadPlan
-from .saved_run import SavedRun, restore_learning_rates
-from .storage.agreement import exchange
-from .storage.commit import DEFAULT_TIMEOUT_SECONDS
-from .storage.format import JsonValue
-from .storage.problems import merge_problems
-from .storage.reader import PARTIAL_STATE
-from .subjects import Stepper, Subjects, check_subjects
-
-__all__ = ["LoadReport", "load"]
+from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
+from ..meeting import absolute_path, check_same, open_meeting
+from ..optim import optimizer_list, states_restored_on_error
+from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
+from ..storage.agreement import exchange
+from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
+from ..storage.format import JsonValue
+from ..storage.problems import merge_problems
+from ..storage.reader import PARTIAL_STATE
+from ..subjects import Stepper, Subjects, check_subjects
+from .options import PARTS, KeyMap, check_options
+from .plan import plan_load
+from .planned import LoadPlan
+from .report import LoadNotes, LoadReport, merge_notes
 
 
 def load(
@@ -121,6 +119,7 @@ def load(
         _announce(subjects, plan)
     _reset_gradients(plan.subjects, plan.run)
     differences = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else []
+    differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     return _report(plan, merge_notes([verdict["notes"]]), differences)
 
 

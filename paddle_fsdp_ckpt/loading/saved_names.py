@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from .saved_run import SavedRun
-from .storage.index import CheckpointIndex
+from ..saved_run import SavedRun
+from ..storage.index import CheckpointIndex
 
 _NOT_LOADED = " (of the checkpoint)"
 """What follows a name of the checkpoint that is a name of the objects too, but of something that has another name in the checkpoint."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from .errors import CheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, listing
 
 KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 """From a name in the model to the name in the checkpoint: a function, or beginnings of names and what stands for them there."""

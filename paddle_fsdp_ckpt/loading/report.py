@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from .storage.format import JsonValue
+from ..storage.format import JsonValue
 
 _SHOWN = 5
 

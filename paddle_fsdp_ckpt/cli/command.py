@@ -1,0 +1,33 @@
+"""What a command of the command line is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..storage.format import JsonValue
+
+
+class Report(Protocol):
+    """What a command prints."""
+
+    def to_json(self) -> JsonValue:
+        """The report as plain JSON data."""
+        ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        help: what it does.
+        add_arguments: adds what it is given on the command line; ``--json`` comes by itself.
+        run: does it, and says whether all is good.
+    """
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], tuple[Report, bool]]

@@ -1,0 +1,50 @@
+"""Which keys of a checkpoint are the model's, and which are optimizer states and master weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..storage.index import CheckpointIndex
+
+MASTER_WEIGHT = "w_0"
+"""The last part of a master weight's key."""
+
+_PARAMETERS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The keys of a checkpoint, by what they are.
+
+    Attributes:
+        model: parameters and buffers, in the order of the files.
+        states: parameter -> name of a state, such as ``moment1_0``, -> its key; master weights not among them.
+        masters: parameter -> the key of its master weight; of a tied parameter under each of its names.
+        tied: the sorted names of each tensor that has several; None where a checkpoint of stock Paddle doesn't say.
+    """
+
+    model: tuple[str, ...]
+    states: dict[str, dict[str, str]]
+    masters: dict[str, str]
+    tied: tuple[tuple[str, ...], ...] | None
+
+
+def contents_of(index: CheckpointIndex) -> Contents:
+    """Sort the keys of a checkpoint by what they are, as far as keys tell: a state's is its parameter's, a dot, and a name with ``_0``."""
+    model: list[str] = []
+    states: dict[str, dict[str, str]] = {}
+    masters: dict[str, str] = {}
+    for key in index.stored:
+        owner, dot, state = key.rpartition(".")
+        is_state = dot and state.endswith("_0") and (owner in index or owner.rpartition(".")[2] in _PARAMETERS)
+        if not is_state:
+            model.append(key)
+        elif state == MASTER_WEIGHT:
+            masters[owner] = key
+        else:
+            states.setdefault(owner, {})[state] = key
+    tied = None if index.manifest is None else index.manifest.tied
+    for names in tied or ():
+        # A tied parameter has its states under the first of its names.
+        masters |= {name: masters[names[0]] for name in names if names[0] in masters}
+    return Contents(tuple(model), states, masters, tied)

@@ -1,0 +1,143 @@
+"""A checkpoint as the files of a Hugging Face model; Paddle isn't needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError, listing
+from ..storage.format import DTYPE_NBYTES, JsonValue
+from ..storage.plan import FLOATING_DTYPES
+from ..storage.stock import open_index
+from .config import ModelConfig, companion_files, read_config
+from .contents import contents_of
+from .model_tensors import model_tensors
+from .new_directory import new_directory, sync
+from .recipes import AUTO, choose_recipe
+from .recipes.rules import TensorSource
+from .safetensors_files import INDEX_NAME, OutputTensor, write_files
+from .tensors import TensorReader
+from .values import check_values
+
+DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
+"""As in ``transformers``."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        source: the checkpoint.
+        path: the directory with the model.
+        recipe: name of the one that was used.
+        tensors: how many.
+        nbytes: of their values.
+        files: their names, all.
+        tied: name of a tensor that was left out -> the one that it is.
+        notes: what the caller should know, in sentences.
+    """
+
+    source: Path
+    path: Path
+    recipe: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    tied: dict[str, str]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> JsonValue:
+        """Return the report as plain JSON data."""
+        return asdict(self) | {"source": str(self.source), "path": str(self.path)}
+
+    def __str__(self) -> str:
+        lines = [f"'{self.path}': {self.tensors} tensors, {self.nbytes} bytes in {len(self.files)} files, by the recipe '{self.recipe}'"]
+        lines += [f"- {name} is {other}, and written once" for name, other in self.tied.items()]
+        return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
+
+
+def export_huggingface(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    recipe: str = AUTO,
+    config: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    master_weights: bool = False,
+    max_shard_nbytes: int = DEFAULT_MAX_SHARD_NBYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write the model of a checkpoint as ``model-00001-of-0000N.safetensors`` files and their index, as a whole or not at all.
+
+    The checkpoint may be of any number of ranks, ours or stock Paddle's. Memory stays below its largest tensor and a few tens of MiB.
+    Digests are checked as bytes pass.
+
+    Args:
+        path: the checkpoint directory.
+        out: the directory to make; missing or empty.
+        recipe: how names and layouts change, see :func:`~.recipes.choose_recipe`.
+        config: directory with ``config.json`` and perhaps tokenizer files, which are copied.
+        dtype: Paddle's name of a floating point type that all floating point tensors get, rounded to the nearest, ties to even; by default
+            each keeps its own.
+        master_weights: take the values of parameters that have a master weight from that.
+        max_shard_nbytes: how many bytes of values a file has at most; a larger tensor gets a file of its own.
+        progress: called now and then with the number of bytes written so far, and of all.
+
+    Raises:
+        TargetExistsError: ``out`` is there and not empty.
+        MismatchError: recipe, configuration and checkpoint don't fit each other.
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: whatever else is wrong with what was given. In all cases ``out`` is as it was.
+        OSError: the system refused; ``out`` is as it was.
+    """
+    if dtype is not None and dtype not in FLOATING_DTYPES:
+        raise CheckpointError(f"dtype is {dtype!r:.100}, and one of {', '.join(sorted(FLOATING_DTYPES))} is needed")
+    if max_shard_nbytes < 1:
+        raise CheckpointError(f"a file can't have {max_shard_nbytes} bytes at most")
+    index = open_index(Path(path))
+    model_config = None if config is None else read_config(Path(config))
+    chosen = choose_recipe(recipe, model_config)
+    model = model_tensors(index, contents_of(index), chosen, model_config, master_weights=master_weights)
+    check_values(index, sorted({source.slab.key for source in model.sources}))
+    reader = TensorReader(index)
+    tensors = [_output(reader, source, dtype) for source in model.sources]
+    with new_directory(Path(out)) as staging:
+        files = write_files(staging, tensors, max_shard_nbytes, model.tied, progress)
+        if reader.overflows:
+            raise CheckpointError(_say_overflows(reader.overflows, dtype))
+        companions = [] if config is None else companion_files(Path(config))
+        for companion in companions:
+            shutil.copyfile(companion, staging / companion.name)
+            sync(staging / companion.name)
+    return ExportReport(
+        source=Path(path),
+        path=Path(out),
+        recipe=chosen.name,
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        files=(*files, INDEX_NAME, *(companion.name for companion in companions)),
+        tied=model.tied,
+        notes=(*model.notes, *_dtype_notes(tensors, model_config)),
+    )
+
+
+def _output(reader: TensorReader, source: TensorSource, dtype: str | None) -> OutputTensor:
+    stored = source.slab.dtype
+    written = dtype if dtype is not None and stored in FLOATING_DTYPES else stored
+    return OutputTensor(source.name, written, source.shape, source.numel * DTYPE_NBYTES[written], lambda: reader.blocks(source, written))
+
+
+def _say_overflows(overflows: dict[str, int], dtype: str | None) -> str:
+    names = listing(f"{count} of '{name}'" for name, count in overflows.items())
+    return f"finite values are too large for {dtype}, and would become infinite: {names}; nothing was written. Use another dtype"
+
+
+def _dtype_notes(tensors: list[OutputTensor], config: ModelConfig | None) -> list[str]:
+    """Say where the configuration names another dtype than the tensors have, to which ``transformers`` would convert them."""
+    wanted = None if config is None else config.get("dtype") or config.get("torch_dtype")
+    found = sorted({tensor.dtype for tensor in tensors})
+    return [f"config.json says dtype {wanted!r:.100}, and the tensors are {' and '.join(found)}"] if wanted and found != [wanted] else []

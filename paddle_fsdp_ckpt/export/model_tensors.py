@@ -1,0 +1,157 @@
+"""Which tensors of a Hugging Face model a checkpoint holds: recipe, configuration and checkpoint, checked against each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import CheckpointError, MismatchError, listing
+from ..pieces import Piece
+from ..storage.comparison import have_same_values
+from ..storage.index import CheckpointIndex
+from .config import ModelConfig
+from .contents import Contents
+from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
+from .values import whole_piece
+
+_LAYER = "layer"
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """What is to be written.
+
+    Attributes:
+        sources: one a tensor, each name once, in the order of the checkpoint.
+        tied: name of a tensor that is left out -> the one that it is.
+        notes: what the user should know, in sentences.
+    """
+
+    sources: tuple[TensorSource, ...]
+    tied: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def model_tensors(
+    index: CheckpointIndex, contents: Contents, recipe: Recipe, config: ModelConfig | None, *, master_weights: bool
+) -> ModelTensors:
+    """Find out which tensors the model of a checkpoint consists of; no values are read, save of tied tensors in stock directories.
+
+    Args:
+        index: of the checkpoint.
+        contents: its keys by what they are.
+        recipe: how names and layouts change.
+        config: what the model's ``config.json`` says, if there is one.
+        master_weights: take the values of parameters that have a master weight from that.
+
+    Raises:
+        MismatchError: they don't fit each other; it lists what doesn't.
+        CheckpointError: something is missing that is needed.
+    """
+    if master_weights and not contents.masters:
+        raise CheckpointError(f"'{index.path}' holds no master weights; leave --master-weights out")
+    rules = recipe.rules_of(contents.model)
+    _check_layers([values for _, values in rules.values()], config)
+    kept = _tied_keys(index, contents, {key: rule for key, (rule, _) in rules.items()})
+    sources_of = {
+        key: tuple(apply_rule(rule, values, _whole(index, contents, key, master_weights), config))
+        for key, (rule, values) in rules.items()
+        if key not in kept
+    }
+    tied: dict[str, str] = {}
+    for key, other in kept.items():
+        rule, values = rules[key]
+        copy = replace(sources_of[other][0], name=rule.target_name(values))
+        if rule.tied_to is not None and config is not None and config.get(_TIED) is not True:
+            sources_of[key] = (copy,)  # a reader who isn't told that they are one needs both
+        else:
+            tied[copy.name] = sources_of[other][0].name
+    for key, (rule, _) in rules.items():
+        if rule.tied_to is not None and key not in kept:
+            _check_untied(index, key, sources_of[key], sources_of.get(rule.tied_to, ()), config)
+    sources = [source for key in contents.model for source in sources_of.get(key, ())]
+    _check_names(sources)
+    notes = _head_notes(recipe, rules.keys(), tied, config)
+    if master_weights:
+        bare = [key for key in contents.model if key not in contents.masters]
+        notes += [f"{len(bare)} tensors have no master weight and were taken as they are: {listing(bare)}"] if bare else []
+    return ModelTensors(tuple(sources), tied, tuple(notes))
+
+
+def _whole(index: CheckpointIndex, contents: Contents, key: str, master_weights: bool) -> Piece:
+    stored = contents.masters.get(key, key) if master_weights else key
+    if index.global_shape(stored) != index.global_shape(key):
+        raise MismatchError(
+            f"'{key}' has shape {list(index.global_shape(key))}, and its master weight '{stored}' {list(index.global_shape(stored))}"
+        )
+    return whole_piece(index, stored)
+
+
+def _tied_keys(index: CheckpointIndex, contents: Contents, rules: dict[str, Rule]) -> dict[str, str]:
+    """Return the keys whose tensor another key has too, and that one."""
+    kept = {}
+    for key, rule in rules.items():
+        if rule.tied_to is not None and rule.tied_to in index and _are_tied(index, contents, key, rule.tied_to):
+            kept[key] = rule.tied_to
+    for names in contents.tied or ():
+        present = [key for key in contents.model if key in names and key not in kept]
+        first, *others = sorted(present, key=lambda key: key not in kept.values()) or [""]
+        kept |= {key: first for key in others if rules[key].lies_as(rules[first])}
+    return kept
+
+
+def _are_tied(index: CheckpointIndex, contents: Contents, key: str, other: str) -> bool:
+    if contents.tied is not None:
+        return any(key in names and other in names for names in contents.tied)
+    return have_same_values(index, [key, other])
+
+
+def _check_untied(
+    index: CheckpointIndex, key: str, sources: Sequence[TensorSource], others: Sequence[TensorSource], config: ModelConfig | None
+) -> None:
+    if config is not None and config.get(_TIED) is True:
+        raise MismatchError(
+            f"'{config.path}' says {_TIED}, and in '{index.path}' '{key}' is a tensor of its own, which would be lost; give the "
+            "configuration of this model"
+        )
+    for source, other in zip(sources, others, strict=False):
+        if source.shape != other.shape:
+            raise MismatchError(
+                f"'{key}' becomes {list(source.shape)}, and '{other.slab.key}' {list(other.shape)}; the recipe is that of another model"
+            )
+
+
+def _check_layers(found: Iterable[dict[str, str]], config: ModelConfig | None) -> None:
+    """Raise where the layers are not those of the configuration."""
+    layers = {int(values[_LAYER]) for values in found if _LAYER in values}
+    if config is None or not layers:
+        return
+    wanted = set(range(config.count("num_hidden_layers")))
+    if layers != wanted:
+        lacking, beyond = (listing(map(str, sorted(some))) or "none" for some in (wanted - layers, layers - wanted))
+        raise MismatchError(
+            f"'{config.path}' says num_hidden_layers = {len(wanted)}; of those layers the checkpoint lacks {lacking}, and it has besides "
+            f"{beyond}; give the configuration of this model"
+        )
+
+
+def _check_names(sources: Sequence[TensorSource]) -> None:
+    counts = Counter(source.name for source in sources)
+    twice = [f"'{name}'" for name, count in counts.items() if count > 1]
+    if twice:
+        raise MismatchError(f"the recipe gives several tensors one name: {listing(twice)}")
+
+
+def _head_notes(recipe: Recipe, keys: Collection[str], tied: dict[str, str], config: ModelConfig | None) -> list[str]:
+    """Say, or raise, what the configuration must say of the head."""
+    heads = [rule.source for rule in recipe.rules if rule.tied_to is not None]
+    lacking = [head for head in heads if head not in keys]
+    if config is None:
+        return [f'config.json must say "{_TIED}": true'] if lacking or any(head in tied for head in heads) else []
+    if lacking and config.get(_TIED) is not True:
+        raise MismatchError(
+            f"the checkpoint has no '{lacking[0]}', and '{config.path}' doesn't say \"{_TIED}\": true; give the configuration of this model"
+        )
+    return []

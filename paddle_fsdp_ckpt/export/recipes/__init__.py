@@ -1,0 +1,99 @@
+"""How models of Paddle and of Hugging Face call and lay out the same tensors: one recipe a family, or one from a file.
+
+A file holds, as JSON,
+
+    {"name": "my_family",
+     "rules": [{"source": "decoder.{layer}.proj.weight", "targets": ["model.layers.{layer}.proj.weight"], "transpose": true},
+               {"source": "decoder.{layer}.bias", "targets": ["model.layers.{layer}.bias"]}]}
+
+with the fields of :class:`~.rules.Rule`, of which ``source`` and ``targets`` are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ...storage.format import JsonValue, cut_text, parse_json
+from ..config import ModelConfig
+from .llama import LLAMA
+from .qwen2 import QWEN2, QWEN2_MOE
+from .qwen3 import QWEN3, QWEN3_MOE
+from .rules import Recipe, Rule
+
+RECIPES = {recipe.name: recipe for recipe in (LLAMA, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)}
+"""The families that are known, by their ``model_type``."""
+
+AUTO, NONE = "auto", "none"
+COPY = Recipe(NONE, (Rule("{*key}", ("{*key}",)),))
+"""All names and layouts as they are."""
+
+
+def choose_recipe(wanted: str, config: ModelConfig | None) -> Recipe:
+    """Return a recipe.
+
+    Args:
+        wanted: ``"auto"`` for that of the configuration's family, ``"none"`` for :data:`COPY`, the name of a family, or the path of a file.
+        config: of the model.
+
+    Raises:
+        CheckpointError: there is no such recipe, or the file holds none.
+    """
+    if wanted == NONE:
+        return COPY
+    if wanted == AUTO:
+        if config is None:
+            raise CheckpointError(f"which family the model is of can't be told: give --config DIR, or --recipe, one of {_known()}")
+        if config.model_type not in RECIPES:
+            raise CheckpointError(f"'{config.path}' has model_type {config.model_type!r:.100}; give --recipe, one of {_known()}")
+        return RECIPES[config.model_type]
+    if wanted in RECIPES:
+        return RECIPES[wanted]
+    path = Path(wanted)
+    if not path.is_file():
+        raise CheckpointError(f"there is no recipe and no file '{wanted}'; give --recipe, one of {_known()}")
+    return read_recipe(path)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from a file.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    try:
+        value = parse_json(path.read_text(encoding="utf-8"))
+        if (
+            type(value) is not dict
+            or value.keys() != {"name", "rules"}
+            or type(value["name"]) is not str
+            or type(value["rules"]) is not list
+        ):
+            raise ValueError('it is not an object with just "name", a text, and "rules", a list')
+        return Recipe(value["name"], tuple(_rule(one) for one in value["rules"]))
+    except ValueError as error:
+        raise CheckpointError(f"'{path}' is not a recipe: {cut_text(error)}") from error
+
+
+def _rule(value: JsonValue) -> Rule:
+    if type(value) is not dict:
+        raise ValueError(f"{value!r:.100} is not a rule")
+    known = {one.name: one for one in fields(Rule)}
+    lacking = [name for name, one in known.items() if one.default is MISSING and name not in value]
+    unknown = sorted(value.keys() - known.keys())
+    if lacking or unknown:
+        raise ValueError(f"the rule {value!r:.200} lacks {lacking}, and has the unknown fields {unknown}; known are {list(known)}")
+    for name, one in value.items():
+        kinds = {"targets": list, "shape": list, "transpose": bool}
+        if type(one) is not kinds.get(name, str) or (type(one) is list and any(type(item) is not str for item in one)):
+            raise ValueError(f"the rule {value!r:.200} has {name} = {one!r:.100}")
+    arguments: dict[str, Any] = {name: tuple(one) if type(one) is list else one for name, one in value.items()}
+    rule = Rule(**arguments)
+    rule.check()
+    return rule
+
+
+def _known() -> str:
+    return f"{', '.join(RECIPES)}, {NONE} (copy names and layouts as they are), or a FILE"

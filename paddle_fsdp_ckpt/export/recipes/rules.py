@@ -1,0 +1,234 @@
+"""What a recipe is made of: rules that say which tensors of a Hugging Face model a key of a Paddle model becomes, and how."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...errors import CheckpointError, MismatchError, listing
+from ...layout import Range
+from ...pieces import Piece
+from ..config import ModelConfig
+
+EQUAL, BY_HEADS = "equal", "qkv"
+SPLITS = (EQUAL, BY_HEADS)
+"""The values of :attr:`Rule.split`."""
+
+_PLACEHOLDER = re.compile(r"\{(\*?)([a-z_]+)\}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the keys of one form.
+
+    Attributes:
+        source: form of the keys: ``{name}`` stands for a whole number, ``{*name}`` for any text.
+        targets: the names that the tensors get; of several, the tensor's parts in this order. Empty: the key is left out.
+        transpose: whether the matrix lies the other way round: Paddle's ``Linear`` keeps [in, out], Hugging Face [out, in].
+        split: how several targets share the *first* axis of what the tensor is after the transposition: ``"equal"``, one after another in
+            equal parts; ``"qkv"``, for each key-value head the rows of its queries, of its key, and of its value.
+        unstack: the placeholder of the targets that numbers the key's first axis, each index of which is a tensor by itself.
+        tied_to: the key whose tensor this may share, and then lies as that one does; what ``tie_word_embeddings`` is about.
+        shape: the configuration's fields that the tensor's shape must be.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    transpose: bool = False
+    split: str | None = None
+    unstack: str | None = None
+    tied_to: str | None = None
+    shape: tuple[str, ...] = ()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        pattern, end = "", 0
+        for found in _PLACEHOLDER.finditer(self.source):
+            pattern += re.escape(self.source[end : found.start()]) + f"(?P<{found[2]}>{'.+' if found[1] else '0|[1-9][0-9]*'})"
+            end = found.end()
+        return re.compile(pattern + re.escape(self.source[end:]))
+
+    def match(self, key: str) -> dict[str, str] | None:
+        """Return what the placeholders stand for in a key; None where it is of another form."""
+        found = self._pattern.fullmatch(key)
+        return None if found is None else found.groupdict()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the key becomes just one tensor."""
+        return len(self.targets) == 1 and self.unstack is None
+
+    def lies_as(self, other: Rule) -> bool:
+        """Whether the keys of both rules become just one tensor each, and equal ones where the keys' tensors are equal."""
+        return self.is_plain and other.is_plain and self.transpose == other.transpose
+
+    def target_name(self, values: Mapping[str, str]) -> str:
+        """Return the name of the only tensor that a key becomes, given what its placeholders stand for."""
+        (target,) = self.targets
+        return _fill(target, values)
+
+    def check(self) -> None:
+        """Raise unless the rule makes sense.
+
+        Raises:
+            ValueError: it doesn't.
+        """
+        names = [found[2] for found in _PLACEHOLDER.finditer(self.source)]
+        known = {*names, self.unstack}
+        unknown = [found[2] for target in self.targets for found in _PLACEHOLDER.finditer(target) if found[2] not in known]
+        if len(set(names)) != len(names) or self.unstack in names:
+            raise ValueError(f"'{self.source}' has a placeholder twice")
+        if unknown:
+            raise ValueError(f"'{self.source}' has no placeholder {{{unknown[0]}}}, and its targets have")
+        if self.unstack is not None and not all(f"{{{self.unstack}}}" in target for target in self.targets):
+            raise ValueError(f"'{self.source}' is to be unstacked by {{{self.unstack}}}, and not all of its targets have that")
+        if self.tied_to is not None and not self.is_plain:
+            raise ValueError(f"'{self.source}' may be tied, and so must have just one target")
+        if self.split not in (None, *SPLITS) or (self.split is None) != (len(self.targets) < 2):
+            raise ValueError(f"'{self.source}' has {len(self.targets)} targets and split = {self.split!r}; several need one of {SPLITS}")
+        if self.split == BY_HEADS and len(self.targets) != 3:
+            raise ValueError(
+                f"'{self.source}' is to be split by heads, and has {len(self.targets)} targets instead of query, key and value"
+            )
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where a tensor of a Hugging Face model comes from.
+
+    Attributes:
+        name: what it is called there.
+        shape: what shape it has there.
+        slab: the part of the key's tensor that it is taken from: all of it, or one index of its first axis.
+        ranges: the rows of the slab, or columns where it is transposed, that it consists of, one after another.
+        transpose: whether the slab is transposed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    slab: Piece
+    ranges: tuple[Range, ...]
+    transpose: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements the tensor has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the keys of a family of models are called, and lie, in Hugging Face's form.
+
+    Attributes:
+        name: of the family; what ``model_type`` says in a ``config.json``.
+        rules: each key must fit just one.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def rules_of(self, keys: Iterable[str]) -> dict[str, tuple[Rule, dict[str, str]]]:
+        """Return for each key the rule that takes it, and what the placeholders stand for.
+
+        Raises:
+            MismatchError: keys that no rule takes, or several do; it lists them.
+        """
+        found = {key: self._matches(key) for key in keys}
+        without = [f"'{key}'" for key, matches in found.items() if not matches]
+        several = [
+            f"'{key}' by {' and '.join(repr(rule.source) for rule, _ in matches)}" for key, matches in found.items() if len(matches) > 1
+        ]
+        texts = []
+        if without:
+            texts.append(f"{len(without)} keys are taken by no rule: {listing(without)}")
+        if several:
+            texts.append(f"{len(several)} keys are taken by several rules: {listing(several)}")
+        if texts:
+            raise MismatchError(
+                f"the recipe '{self.name}' doesn't fit the checkpoint; {'; '.join(texts)}. Use the recipe of the model's family, or write "
+                "one: --recipe FILE; --recipe none copies everything as it is"
+            )
+        return {key: matches[0] for key, matches in found.items()}
+
+    def _matches(self, key: str) -> list[tuple[Rule, dict[str, str]]]:
+        found = ((rule, rule.match(key)) for rule in self.rules)
+        return [(rule, values) for rule, values in found if values is not None]
+
+
+def apply_rule(rule: Rule, values: Mapping[str, str], whole: Piece, config: ModelConfig | None) -> Iterator[TensorSource]:
+    """Yield the tensors that a key becomes.
+
+    Args:
+        rule: that takes it.
+        values: what its placeholders stand for.
+        whole: the key's tensor; the rule's, or the one of its master weight.
+        config: of the model; needed to split by heads, and to check shapes.
+
+    Raises:
+        MismatchError: the rule can't be applied to a tensor of this shape.
+        CheckpointError: the configuration is needed, and lacks what is.
+    """
+    for number, slab in enumerate(_slabs(rule, whole)):
+        shape = slab.local_shape if rule.unstack is None else slab.local_shape[1:]
+        if rule.transpose and len(shape) != 2:
+            raise MismatchError(f"'{whole.key}': '{rule.source}' says that it is transposed, and it has shape {list(whole.global_shape)}")
+        rows = shape[-1] if rule.transpose else (shape or (1,))[0]
+        others = shape[:1] if rule.transpose else shape[1:]
+        names = values if rule.unstack is None else {**values, rule.unstack: str(number)}
+        for target, ranges in zip(rule.targets, _split(rule, rows, whole, config), strict=True):
+            numel = sum(one.numel for one in ranges)
+            of_target = (numel, *others) if shape else ()
+            _check_shape(rule, of_target, whole, config)
+            yield TensorSource(_fill(target, names), of_target, slab, ranges, rule.transpose)
+
+
+def _slabs(rule: Rule, whole: Piece) -> Iterator[Piece]:
+    if rule.unstack is None:
+        yield whole
+        return
+    if len(whole.global_shape) < 2:
+        raise MismatchError(f"'{whole.key}': '{rule.source}' says that it is stacked, and it has shape {list(whole.global_shape)}")
+    count, *others = whole.global_shape
+    for number in range(count):
+        yield replace(whole, global_offset=(number, *(0 for _ in others)), local_shape=(1, *others))
+
+
+def _split(rule: Rule, rows: int, whole: Piece, config: ModelConfig | None) -> list[tuple[Range, ...]]:
+    if rule.split is None:
+        return [(Range(0, rows),)] if rule.targets else []
+    if rule.split == EQUAL:
+        parts, rest = divmod(rows, len(rule.targets))
+        if rest:
+            raise MismatchError(f"'{whole.key}': {rows} rows can't be split into {len(rule.targets)} equal parts")
+        return [(Range(i * parts, (i + 1) * parts),) for i in range(len(rule.targets))]
+    if config is None:
+        raise CheckpointError(f"'{whole.key}' holds query, key and value in one, and only config.json says how: give --config DIR")
+    heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
+    width, rest = divmod(rows, heads + 2 * groups)
+    if rest or heads % groups:
+        raise MismatchError(
+            f"'{whole.key}': {rows} rows can't be those of {heads} query heads and {groups} key-value heads ('{config.path}')"
+        )
+    sizes = (heads // groups * width, width, width)
+    starts = [group * sum(sizes) for group in range(groups)]
+    offsets = (0, sizes[0], sizes[0] + sizes[1])
+    return [tuple(Range(start + offset, start + offset + size) for start in starts) for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def _check_shape(rule: Rule, shape: tuple[int, ...], whole: Piece, config: ModelConfig | None) -> None:
+    if not rule.shape or config is None:
+        return
+    wanted = tuple(config.count(name) for name in rule.shape)
+    if shape != wanted:
+        raise MismatchError(
+            f"'{whole.key}' becomes {list(shape)}, and {' and '.join(rule.shape)} in '{config.path}' make it {list(wanted)}; give the "
+            "configuration of this model"
+        )
+
+
+def _fill(target: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: values[found[2]], target)

@@ -1,0 +1,54 @@
+"""Models of known values, saved by real ranks: layers with just the names that the arrays have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+import paddle_fsdp_ckpt as ckpt
+
+
+def build(arrays: Mapping[str, np.ndarray], dtype: str, tied: Mapping[str, str]) -> nn.Layer:
+    """Return a layer whose ``state_dict`` has these names and values; those in ``tied`` are the parameter of another name."""
+    made = nn.Layer()
+    parameters: dict[str, Any] = {}
+    for name in [*arrays, *tied]:
+        layer = made
+        *path, last = name.split(".")
+        for part in path:
+            if part not in layer._sub_layers:
+                layer.add_sublayer(part, nn.Layer())
+            layer = layer._sub_layers[part]
+        if name in tied:
+            parameters[name] = parameters[tied[name]]
+        else:
+            values = paddle.to_tensor(arrays[name])
+            parameters[name] = layer.create_parameter(list(arrays[name].shape), dtype=dtype)
+            parameters[name].set_value(values.astype(dtype))
+        layer.add_parameter(last, parameters[name])
+    return made
+
+
+def save_model(
+    path: str, arrays: Mapping[str, np.ndarray], dtype: str = "float32", tied: Mapping[str, str] | None = None, optimizer: bool = False
+) -> None:
+    """Save a sharded model; with an optimizer, whose master weights, where there are any, are the arrays as they were before the cast."""
+    model = build(arrays, dtype, tied or {})
+    if not optimizer:
+        ckpt.fully_shard(model, optimizer=None)
+        ckpt.save(path, model=model, step=3)
+        return
+    stepper = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    for key, weight in ckpt.optimizer_sharded_state_dict(stepper).items():
+        owner, _, state = key.rpartition(".")
+        if state == "w_0":
+            flat = arrays[(tied or {}).get(owner, owner)].reshape(-1)
+            here = flat[weight.flattened_range] if weight.is_flattened else flat.reshape(weight.local_shape)
+            paddle.assign(paddle.to_tensor(here), output=weight.local_tensor)
+    ckpt.save(path, model=model, optimizer=stepper, step=3)

@@ -1,0 +1,73 @@
+"""What may differ at a load into a model cut by Paddle's own fully_shard, and what its fused buffers can't have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from fused_cases import whole
+from harness import RankPool
+from load_option_cases import (
+    all_start_afresh,
+    load_double,
+    model_part,
+    refused,
+    save_double,
+    save_low_precision,
+    save_without_one_state,
+)
+from public_cases import save_and_go_on
+
+Ranks = Callable[[int], RankPool]
+
+
+def test_values_are_converted(tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
+    path = str(tmp_path / "double")
+    saved = single.run(save_double, path)[0].state
+    results = ranks(2).run(load_double, path)
+    found = whole([one for one, _ in results])
+    assert found.keys() == saved.keys()
+    for key, piece in saved.items():
+        assert piece.values.dtype == np.float64 and found[key].dtype == np.float32
+        np.testing.assert_array_equal(found[key], piece.values.astype(np.float32), err_msg=key)
+    assert all(rounded for _, rounded in results)
+
+
+def test_the_model_without_its_optimizer(tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "saved")
+    ranks(2).run(save_and_go_on, "adamw", path)
+    assert ranks(2).run(model_part, path) == [(True, True)] * 2
+
+
+def test_a_state_that_is_missing_everywhere(tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
+    path = str(tmp_path / "lost")
+    single.run(save_without_one_state, path, True)
+    for afresh, states, parameters in ranks(2).run(all_start_afresh, path):
+        assert afresh == parameters and states == 0
+    for name, message in ranks(2).run(refused, path, "float32", {"allow_missing": ["*.moment2_0"]}):
+        assert name == "MismatchError" and "half a state is of no use" in message
+
+
+def test_one_parameter_of_a_buffer_can_not_start_afresh(tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
+    path = str(tmp_path / "lost")
+    single.run(save_without_one_state, path, False)
+    results = ranks(2).run(refused, path, "float32", {"allow_missing": ["blocks.0.up.bias.*"]})
+    for name, message in results:
+        assert name == "MismatchError"
+        assert "the buffer steps all of them alike" in message
+    assert results[0] == results[1]
+
+
+def test_master_weights_of_what_is_missing_can_not_stay(tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "low")
+    ranks(2).run(save_low_precision, path)
+    options = {
+        "key_map": {"blocks.0.up.bias": "gone"},
+        "allow_missing": ["blocks.0.up.bias"],
+        "allow_unexpected": ["*"],
+        "parts": {"model"},
+    }
+    for name, message in ranks(2).run(refused, path, "bfloat16", options):
+        assert name == "MismatchError"
+        assert "blocks.0.up.bias can't keep master weights" in message
