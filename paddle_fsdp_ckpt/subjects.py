@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import paddle
 from paddle import nn
 
-from .errors import CheckpointError, ShardingError, UnsupportedOptimizerError, listing
+from .errors import CheckpointError, ShardingError, listing
 from .fsdp import ShardedParameter, check_names, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
-from .optim import SteppedParameter, describe_hyperparameters
+from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
 from .shardings import Sharding, sharding_of, sharding_of_optimizers
 
 
@@ -94,11 +93,7 @@ def check_subjects(model: nn.Layer | None, optimizers: Sequence[Any]) -> Subject
     if model is not None:
         check_tensors(model)
     for one in optimizers:
-        if not isinstance(one, paddle.optimizer.Optimizer):
-            raise UnsupportedOptimizerError(
-                f"optimizer: {type(one).__name__} is not an optimizer of paddle.optimizer, nor a list of such; give the one "
-                "that steps the model"
-            )
+        check_is_optimizer(one)
     sharding = sharding_of_optimizers(optimizers) if model is None else sharding_of(model)
     held = sharding.held_by(optimizers, model)
     steppers = [Stepper(one, parameters, sharding) for one, parameters in zip(optimizers, held, strict=True)]

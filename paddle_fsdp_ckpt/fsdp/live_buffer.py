@@ -121,9 +121,10 @@ class LiveBuffer:
 
     def note_zero(self, shard: ParameterShard) -> None:
         """Let a parameter's piece of the gradient count as zero; the memory is freed once all pieces do."""
-        if self._gradient_shard is not None and shard.range.numel:
-            self._zeros.add(shard)
-            if len(self._zeros) == self._local_pieces:
+        if self._gradient_shard is not None:
+            if shard.range.numel:
+                self._zeros.add(shard)
+            if len(self._zeros) == self._local_pieces:  # none, where this rank keeps nothing but padding
                 self._gradient_shard = None
                 self._zeros.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..pieces import Piece, check_piece
@@ -12,8 +13,8 @@ from .digests import CHUNK_NBYTES, Digester
 from .format import DTYPE_NBYTES, FileRecord
 from .header import encode_header, in_file_order
 
-_GROUP_NBYTES = 16 << 20
-"""What is digested, and then written, at a time."""
+_GROUP_NBYTES = 64 << 20
+"""What is written by one system call."""
 
 
 def estimate_nbytes(pieces: Iterable[Piece]) -> int:
@@ -84,15 +85,15 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         FileExistsError: the file is there already; it was not touched.
         OSError: the system refused, e.g. the disk is full; it names the file. The file was removed.
     """
-    digester = Digester(header_nbytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            for group in in_groups(buffers, _GROUP_NBYTES):
-                for buffer in group:
-                    digester.update(buffer)
-                write_group(descriptor, group)
-            os.fsync(descriptor)
+            # Both let go of Python's lock, so that digesting costs no time of its own.
+            with ThreadPoolExecutor(1) as beside:
+                digests = beside.submit(_digest, buffers, header_nbytes)
+                for group in in_groups(buffers, _GROUP_NBYTES):
+                    write_group(descriptor, group)
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except BaseException as error:
@@ -100,4 +101,11 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)
         raise
-    return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
+    return FileRecord(path.name, sum(map(len, buffers)), pieces, digests.result(), header_nbytes)
+
+
+def _digest(buffers: Iterable[memoryview], header_nbytes: int) -> str:
+    digester = Digester(header_nbytes)
+    for buffer in buffers:
+        digester.update(buffer)
+    return digester.finish()

@@ -376,3 +376,21 @@ def _environment() -> dict[str, str]:
     import os
 
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+
+
+def memory_after_clear_grad() -> tuple[int, int]:
+    """Bytes that a rank holds after a step and clear_grad, and those of its shards of the data, where most ranks keep padding only."""
+    model = nn.Linear(1, 1, bias_attr=False)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    fully_shard(model, optimizer=optimizer)
+    model(paddle.ones([1, 1])).sum().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    runtime = runtime_of(model)
+    assert runtime is not None
+    return runtime.memory_bytes()[0], sum(buffer.shard.shape[0] * 4 for buffer in runtime.buffers)
+
+
+def test_clear_grad_frees_gradients_also_where_a_rank_keeps_only_padding(ranks: Ranks) -> None:
+    for held, data in ranks(3).run(memory_after_clear_grad):
+        assert held == data

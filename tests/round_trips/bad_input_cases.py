@@ -15,7 +15,7 @@ from paddle import nn
 from strict_cases import Refusal, attempt, backward, copied, make, snapshot
 
 import paddle_fsdp_ckpt as ckpt
-from paddle_fsdp_ckpt import planned_load
+from paddle_fsdp_ckpt.loading import planned
 from paddle_fsdp_ckpt.storage import buffers
 
 
@@ -167,16 +167,16 @@ def one_rank_fails_to_save(path: str, rank: int, where: str, overwrite: bool) ->
 def one_rank_fails_to_read(path: str, rank: int) -> tuple[str, str]:
     """One rank can't read; then all load right."""
     made, stepper = make("base", seed=5)
-    kept = planned_load.execute_read
+    kept = planned.execute_read
     if this_rank().rank == rank:
-        planned_load.execute_read = _failing
+        planned.execute_read = _failing
     try:
         ckpt.load(path, model=made, optimizer=stepper, timeout_seconds=20)
         raise AssertionError("nothing was raised")
     except ckpt.CheckpointError as error:
         result = type(error).__name__, str(error)
     finally:
-        planned_load.execute_read = kept
+        planned.execute_read = kept
     ckpt.load(path, model=made, optimizer=stepper)
     train(made, stepper, 3, 4)
     return result

@@ -1,0 +1,149 @@
+"""Recipes: which keys rules take, what becomes of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import made_models
+import numpy as np
+import pytest
+from harness import RankPool
+from safetensors.numpy import load_file
+
+from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
+from paddle_fsdp_ckpt.export.config import ModelConfig
+from paddle_fsdp_ckpt.export.huggingface import export_huggingface
+from paddle_fsdp_ckpt.export.recipes import RECIPES, choose_recipe, read_recipe
+from paddle_fsdp_ckpt.export.recipes.rules import Recipe, Rule, apply_rule
+from paddle_fsdp_ckpt.pieces import Piece
+
+Ranks = Callable[[int], RankPool]
+
+
+def write_recipe(path: Path, *rules: Any) -> Path:
+    path.write_text(json.dumps({"name": "mine", "rules": rules}))
+    return path
+
+
+def whole(key: str, *shape: int) -> Piece:
+    return Piece(key, "float32", shape, (0,) * len(shape), shape)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_families_make_sense(recipe: Recipe) -> None:
+    for rule in recipe.rules:
+        rule.check()
+    sources = [rule.source for rule in recipe.rules]
+    assert len(set(sources)) == len(sources)
+    recipe.rules_of([source.replace("{layer}", "10").replace("{expert}", "7") for source in sources])
+
+
+def test_a_recipe_from_a_file(tmp_path: Path, ranks: Ranks) -> None:
+    random = np.random.RandomState(1)
+    shapes = {"decoder.0.experts.up_gate": (3, 5, 8), "decoder.0.qkv": (16, 5), "decoder.1.norm.scale": (5,), "decoder.1.left": (2,)}
+    arrays = {key: random.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
+    recipe = write_recipe(
+        tmp_path / "recipe.json",
+        {
+            "source": "decoder.{layer}.experts.up_gate",
+            "targets": [f"model.layers.{{layer}}.experts.{{expert}}.{name}.weight" for name in ("up", "gate")],
+            "unstack": "expert",
+            "split": "equal",
+            "transpose": True,
+        },
+        {"source": "decoder.{layer}.qkv", "targets": ["q.{layer}", "k.{layer}", "v.{layer}"], "split": "qkv"},
+        {"source": "decoder.1.{*rest}.scale", "targets": ["model.{*rest}.weight"]},
+        {"source": "decoder.{layer}.left", "targets": []},
+    )
+    ranks(2).run(made_models.save_model, str(tmp_path / "saved"), arrays)
+    config = tmp_path / "config"
+    config.mkdir()
+    fields = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (config / "config.json").write_text(json.dumps(fields))
+    export_huggingface(tmp_path / "saved", tmp_path / "model", recipe=str(recipe), config=config)
+    found = load_file(tmp_path / "model" / "model-00001-of-00001.safetensors")
+    stacked, mixed = arrays["decoder.0.experts.up_gate"], arrays["decoder.0.qkv"]
+    # Heads of two rows; each of two groups has two query heads, a key and a value.
+    right = {"q.0": mixed[[0, 1, 2, 3, 8, 9, 10, 11]], "k.0": mixed[[4, 5, 12, 13]], "v.0": mixed[[6, 7, 14, 15]]}
+    right["model.norm.weight"] = arrays["decoder.1.norm.scale"]
+    for i in range(3):
+        right[f"model.layers.0.experts.{i}.up.weight"] = stacked[i, :, :4].T
+        right[f"model.layers.0.experts.{i}.gate.weight"] = stacked[i, :, 4:].T
+    assert found.keys() == right.keys()
+    for name, array in right.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_keys_that_no_rule_takes_or_two_do() -> None:
+    recipe = Recipe("mine", (Rule("a.{n}.b", ("x.{n}",)), Rule("a.{*any}", ("y.{*any}",)), Rule("c", ("c",))))
+    assert [rule.source for rule, _ in recipe.rules_of(["a.c", "c"]).values()] == ["a.{*any}", "c"]
+    with pytest.raises(MismatchError) as caught:
+        recipe.rules_of(["a.1.b", "cc", "c", "a.01.b", "xc"])
+    message = str(caught.value)
+    assert "2 keys are taken by no rule: 'cc', 'xc'" in message
+    assert "1 keys are taken by several rules: 'a.1.b' by 'a.{n}.b' and 'a.{*any}'" in message
+
+
+def test_two_tensors_of_one_name(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
+    recipe = write_recipe(tmp_path / "recipe.json", {"source": "{*key}", "targets": ["same"]})
+    with pytest.raises(MismatchError, match="gives several tensors one name: 'same'"):
+        export_huggingface(tmp_path / "saved", tmp_path / "model", recipe=str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("rule", "piece", "message"),
+    [
+        (Rule("a", ("b",), transpose=True), whole("a", 2, 3, 4), "says that it is transposed, and it has shape"),
+        (Rule("a", ("{n}",), unstack="n"), whole("a", 2), "says that it is stacked, and it has shape"),
+        (Rule("a", ("b", "c"), split="equal"), whole("a", 3, 2), "3 rows can't be split into 2 equal parts"),
+        (Rule("a", ("b", "c", "d"), split="qkv"), whole("a", 8, 2), "only config.json says how: give --config"),
+    ],
+)
+def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        list(apply_rule(rule, {}, piece, None))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"source": "a"}, r"lacks \['targets'\]"),
+        ({"source": "a", "targets": ["b"], "transposed": True}, r"unknown fields \['transposed'\]"),
+        ({"source": "a", "targets": "b"}, "has targets = 'b'"),
+        ({"source": "a", "targets": [1]}, r"has targets = \[1\]"),
+        ({"source": "a", "targets": ["b"], "transpose": "yes"}, "has transpose = 'yes'"),
+        ({"source": "a.{n}", "targets": ["b.{m}"]}, r"has no placeholder \{m\}"),
+        ({"source": "a.{n}.{n}", "targets": ["b"]}, "has a placeholder twice"),
+        ({"source": "a", "targets": ["b"], "unstack": "n"}, "not all of its targets have that"),
+        ({"source": "a", "targets": ["b", "c"]}, "has 2 targets and split = None"),
+        ({"source": "a", "targets": ["b"], "split": "equal"}, "has 1 targets and split = 'equal'"),
+        ({"source": "a", "targets": ["b", "c"], "split": "halves"}, "has 2 targets and split = 'halves'"),
+        ({"source": "a", "targets": ["b", "c"], "split": "qkv"}, "instead of query, key and value"),
+        ({"source": "a", "targets": [], "tied_to": "b"}, "must have just one target"),
+        ([], "is not a rule"),
+    ],
+)
+def test_malformed_rules(rule: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_recipe(write_recipe(tmp_path / "recipe.json", rule))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "x"}', '{"name": 1, "rules": []}', '{"name": "x", "rules": {}}'])
+def test_malformed_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(text)
+    with pytest.raises(CheckpointError, match="is not a recipe"):
+        read_recipe(tmp_path / "recipe.json")
+
+
+def test_choosing() -> None:
+    config = ModelConfig(Path("config.json"), ({"model_type": "qwen3_moe"}, {"model_type": "llama"}))
+    assert choose_recipe("auto", config) is RECIPES["qwen3_moe"]
+    assert choose_recipe("qwen2", config) is RECIPES["qwen2"]
+    with pytest.raises(CheckpointError, match="give --config DIR, or --recipe, one of llama, qwen2"):
+        choose_recipe("auto", None)
+    with pytest.raises(CheckpointError, match="there is no recipe and no file 'qwen9'"):
+        choose_recipe("qwen9", config)
