@@ -8,4 +8,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment
 cd "$project" || exit 2
 install --editable '.[dev]'
-python tests/faults/long_run.py "$@"
+PYTHONPATH=.:tests python tests/faults/long_run.py "$@"

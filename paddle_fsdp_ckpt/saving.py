@@ -48,8 +48,8 @@ def save(
     """Save a model and its optimizers as the checkpoint directory ``path``, as a whole or not at all. All ranks must call it.
 
     Nothing of model and optimizers changes. Each rank writes what it keeps, without gathering anything. Saved are parameters, persistable
-    buffers, optimizer states, master weights, and the learning rate with its scheduler's state. Not saved are random number generators,
-    gradients and, so far, the other hyper-parameters.
+    buffers, optimizer states, master weights, and the learning rate with its scheduler's state; and the other hyper-parameters, which
+    ``load`` compares. Not saved are random number generators and gradients.
 
     Args:
         path: the directory, the same on all ranks; missing or empty.

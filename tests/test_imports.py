@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "loading": _CHECKPOINT,
     "manager": (*_CHECKPOINT, "saving", "loading"),
     "export": _OFFLINE,
+    "huggingface_loading": (*_CHECKPOINT, "export"),
     "cli": (*_OFFLINE, "export"),
     "integrations": (FACE,),
     "demo": (FACE,),

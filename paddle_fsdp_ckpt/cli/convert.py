@@ -6,6 +6,8 @@ import argparse
 import re
 import sys
 
+from ..errors import CheckpointError
+from ..export.from_huggingface import import_huggingface
 from ..export.huggingface import DEFAULT_MAX_SHARD_NBYTES, export_huggingface
 from ..export.recipes import AUTO
 from .command import Command, Report
@@ -17,10 +19,12 @@ _SIZE = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)", re.ASCII)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory, ours or stock Paddle's")
-    parser.add_argument("--to", required=True, choices=["hf"], help="hf: the files of a Hugging Face model")
+    parser.add_argument(
+        "directory", metavar="DIR", help="a checkpoint's directory, ours or stock Paddle's; with --to fc a Hugging Face model's"
+    )
+    parser.add_argument("--to", required=True, choices=["hf", "fc"], help="hf: the files of a Hugging Face model; fc: a checkpoint")
     parser.add_argument("out", metavar="OUT", help="the directory to make; missing or empty")
-    parser.add_argument("--config", metavar="DIR", help="where config.json and tokenizer files lie, which are copied")
+    parser.add_argument("--config", metavar="DIR", help="hf: where config.json and tokenizer files lie, which are copied")
     parser.add_argument(
         "--recipe",
         default=AUTO,
@@ -28,25 +32,38 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's family, a file, or none to copy names and layouts as they are (default: what config.json says)",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of all floating point tensors (default: each as it is stored)")
-    parser.add_argument("--master-weights", action="store_true", help="take values from the optimizer's master weights, where it has some")
     parser.add_argument(
-        "--max-shard-size", type=_size, default=DEFAULT_MAX_SHARD_NBYTES, metavar="SIZE", help="of a file, such as 500MB (default: 5GB)"
+        "--master-weights", action="store_true", help="hf: take values from the optimizer's master weights, where there are"
     )
+    parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="hf: of a file, such as 500MB (default: 5GB)")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
     with ProgressLine(sys.stderr) as progress:
-        report = export_huggingface(
-            arguments.directory,
-            arguments.out,
-            recipe=arguments.recipe,
-            config=arguments.config,
-            dtype=_DTYPES.get(arguments.dtype),
-            master_weights=arguments.master_weights,
-            max_shard_nbytes=arguments.max_shard_size,
-            progress=progress,
-        )
-    return report, True
+        return (_to_checkpoint if arguments.to == "fc" else _to_huggingface)(arguments, progress), True
+
+
+def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+    return export_huggingface(
+        arguments.directory,
+        arguments.out,
+        recipe=arguments.recipe,
+        config=arguments.config,
+        dtype=_DTYPES.get(arguments.dtype),
+        master_weights=arguments.master_weights,
+        max_shard_nbytes=arguments.max_shard_size or DEFAULT_MAX_SHARD_NBYTES,
+        progress=progress,
+    )
+
+
+def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+    for option, value in (("--config", arguments.config), ("--max-shard-size", arguments.max_shard_size)):
+        if value is not None:
+            raise CheckpointError(f"{option} is for --to hf; leave it out")
+    if arguments.master_weights:
+        raise CheckpointError("--master-weights is for --to hf; leave it out")
+    dtype = _DTYPES.get(arguments.dtype)
+    return import_huggingface(arguments.directory, arguments.out, recipe=arguments.recipe, dtype=dtype, progress=progress)
 
 
 def _size(text: str) -> int:
@@ -57,4 +74,4 @@ def _size(text: str) -> int:
     return nbytes
 
 
-CONVERT = Command("write a checkpoint's model as the files of a Hugging Face model", _add_arguments, _run)
+CONVERT = Command("write a checkpoint's model as the files of a Hugging Face model, or such a model as a checkpoint", _add_arguments, _run)

@@ -14,6 +14,7 @@ from ..storage.verify import verify
 from ..version import __version__
 from .command import Command, Report
 from .convert import CONVERT
+from .look import DIFF, INSPECT
 from .progress import ProgressLine
 
 GOOD, FOUND, CANNOT = 0, 1, 2
@@ -47,6 +48,8 @@ def _positive(text: str) -> int:
 _COMMANDS = {
     "verify": Command("check every byte of a checkpoint, and name all that is wrong", _add_directory, _verify),
     "salvage": Command("list what is intact in a damaged checkpoint, and what is not", _add_directory, _salvage),
+    "inspect": INSPECT,
+    "diff": DIFF,
     "convert": CONVERT,
 }
 

@@ -10,6 +10,8 @@ from ..errors import CheckpointError
 from ..storage.format import JsonValue, cut_text, parse_json
 
 CONFIG_NAME = "config.json"
+TIED = "tie_word_embeddings"
+"""The field that says that the head's weight is the embedding's."""
 
 _COMPANIONS = (
     CONFIG_NAME,

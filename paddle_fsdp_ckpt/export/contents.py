@@ -46,5 +46,5 @@ def contents_of(index: CheckpointIndex) -> Contents:
     tied = None if index.manifest is None else index.manifest.tied
     for names in tied or ():
         # A tied parameter has its states under the first of its names.
-        masters |= {name: masters[names[0]] for name in names if names[0] in masters}
+        masters |= {name: masters[names[0]] for name in names if names[0] in masters and name not in masters}
     return Contents(tuple(model), states, masters, tied)

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, listing
-from ..storage.format import DTYPE_NBYTES, JsonValue
-from ..storage.plan import FLOATING_DTYPES
+from ..errors import CheckpointError
+from ..storage.format import JsonValue
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
 from .contents import contents_of
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
 from .recipes import AUTO, choose_recipe
-from .recipes.rules import TensorSource
 from .safetensors_files import INDEX_NAME, OutputTensor, write_files
 from .tensors import TensorReader
 from .values import check_values
@@ -94,8 +92,6 @@ def export_huggingface(
         CheckpointError: whatever else is wrong with what was given. In all cases ``out`` is as it was.
         OSError: the system refused; ``out`` is as it was.
     """
-    if dtype is not None and dtype not in FLOATING_DTYPES:
-        raise CheckpointError(f"dtype is {dtype!r:.100}, and one of {', '.join(sorted(FLOATING_DTYPES))} is needed")
     if max_shard_nbytes < 1:
         raise CheckpointError(f"a file can't have {max_shard_nbytes} bytes at most")
     index = open_index(Path(path))
@@ -103,12 +99,11 @@ def export_huggingface(
     chosen = choose_recipe(recipe, model_config)
     model = model_tensors(index, contents_of(index), chosen, model_config, master_weights=master_weights)
     check_values(index, sorted({source.slab.key for source in model.sources}))
-    reader = TensorReader(index)
-    tensors = [_output(reader, source, dtype) for source in model.sources]
+    reader = TensorReader(index, dtype)
+    tensors = [reader.output(source) for source in model.sources]
     with new_directory(Path(out)) as staging:
         files = write_files(staging, tensors, max_shard_nbytes, model.tied, progress)
-        if reader.overflows:
-            raise CheckpointError(_say_overflows(reader.overflows, dtype))
+        reader.check_overflows()
         companions = [] if config is None else companion_files(Path(config))
         for companion in companions:
             shutil.copyfile(companion, staging / companion.name)
@@ -123,17 +118,6 @@ def export_huggingface(
         tied=model.tied,
         notes=(*model.notes, *_dtype_notes(tensors, model_config)),
     )
-
-
-def _output(reader: TensorReader, source: TensorSource, dtype: str | None) -> OutputTensor:
-    stored = source.slab.dtype
-    written = dtype if dtype is not None and stored in FLOATING_DTYPES else stored
-    return OutputTensor(source.name, written, source.shape, source.numel * DTYPE_NBYTES[written], lambda: reader.blocks(source, written))
-
-
-def _say_overflows(overflows: dict[str, int], dtype: str | None) -> str:
-    names = listing(f"{count} of '{name}'" for name, count in overflows.items())
-    return f"finite values are too large for {dtype}, and would become infinite: {names}; nothing was written. Use another dtype"
 
 
 def _dtype_notes(tensors: list[OutputTensor], config: ModelConfig | None) -> list[str]:

@@ -10,13 +10,12 @@ from ..errors import CheckpointError, MismatchError, listing
 from ..pieces import Piece
 from ..storage.comparison import have_same_values
 from ..storage.index import CheckpointIndex
-from .config import ModelConfig
+from .config import TIED, ModelConfig
 from .contents import Contents
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
 from .values import whole_piece
 
 _LAYER = "layer"
-_TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def model_tensors(
     for key, other in kept.items():
         rule, values = rules[key]
         copy = replace(sources_of[other][0], name=rule.target_name(values))
-        if rule.tied_to is not None and config is not None and config.get(_TIED) is not True:
+        if rule.tied_to is not None and config is not None and config.get(TIED) is not True:
             sources_of[key] = (copy,)  # a reader who isn't told that they are one needs both
         else:
             tied[copy.name] = sources_of[other][0].name
@@ -111,10 +110,10 @@ def _are_tied(index: CheckpointIndex, contents: Contents, key: str, other: str) 
 def _check_untied(
     index: CheckpointIndex, key: str, sources: Sequence[TensorSource], others: Sequence[TensorSource], config: ModelConfig | None
 ) -> None:
-    if config is not None and config.get(_TIED) is True:
+    if config is not None and config.get(TIED) is True:
         raise MismatchError(
-            f"'{config.path}' says {_TIED}, and in '{index.path}' '{key}' is a tensor of its own, which would be lost; give the "
-            "configuration of this model"
+            f"'{config.path}' says {TIED}, and in '{index.path}' '{key}' is a tensor of its own, which would be lost; give the "
+            "configuration of this model, or say false there if it was trained so"
         )
     for source, other in zip(sources, others, strict=False):
         if source.shape != other.shape:
@@ -149,9 +148,9 @@ def _head_notes(recipe: Recipe, keys: Collection[str], tied: dict[str, str], con
     heads = [rule.source for rule in recipe.rules if rule.tied_to is not None]
     lacking = [head for head in heads if head not in keys]
     if config is None:
-        return [f'config.json must say "{_TIED}": true'] if lacking or any(head in tied for head in heads) else []
-    if lacking and config.get(_TIED) is not True:
+        return [f'config.json must say "{TIED}": true'] if lacking or any(head in tied for head in heads) else []
+    if lacking and config.get(TIED) is not True:
         raise MismatchError(
-            f"the checkpoint has no '{lacking[0]}', and '{config.path}' doesn't say \"{_TIED}\": true; give the configuration of this model"
+            f"the checkpoint has no '{lacking[0]}', and '{config.path}' doesn't say \"{TIED}\": true; give the configuration of this model"
         )
     return []

@@ -7,11 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..errors import CheckpointError, listing
 from ..layout import Range
 from ..pieces import Piece
 from ..storage.casts import can_cast, convert
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
+from ..storage.plan import FLOATING_DTYPES
 from .recipes.rules import TensorSource
+from .safetensors_files import OutputTensor
 from .values import BATCH_NUMEL, Array, iter_values, read_values
 
 
@@ -20,27 +24,48 @@ class TensorReader:
 
     It keeps the last slab that was transposed, since the parts of a fused one come one after another.
 
-    Attributes:
-        overflows: name of a tensor -> how many of its finite values were too large for its dtype and became infinite.
+    Args:
+        index: of the checkpoint.
+        dtype: Paddle's name of a floating point type that all floating point tensors get; None: each keeps its own.
+
+    Raises:
+        CheckpointError: there is no such type.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        self.overflows: dict[str, int] = {}
+    def __init__(self, index: CheckpointIndex, dtype: str | None) -> None:
+        if dtype is not None and dtype not in FLOATING_DTYPES:
+            raise CheckpointError(f"dtype is {dtype!r:.100}, and one of {', '.join(sorted(FLOATING_DTYPES))} is needed")
         self._index = index
+        self._dtype = dtype
+        self._overflows: dict[str, int] = {}
         self._slab: tuple[Piece, Array] | None = None
 
-    def blocks(self, source: TensorSource, dtype: str) -> Iterator[memoryview]:
-        """Yield a tensor's bytes, row-major, in blocks of a few MiB; a block is valid until the next is asked for.
+    def output(self, source: TensorSource) -> OutputTensor:
+        """Return a tensor as it is to be written; its values are read when they are."""
+        stored = source.slab.dtype
+        dtype = self._dtype if self._dtype is not None and stored in FLOATING_DTYPES else stored
+        return OutputTensor(source.name, dtype, source.shape, source.numel * DTYPE_NBYTES[dtype], lambda: self._blocks(source, dtype))
+
+    def check_overflows(self) -> None:
+        """Raise where finite values, of tensors that were written so far, were too large for their dtype.
 
         Raises:
-            What :func:`~paddle_fsdp_ckpt.storage.reader.execute_read` raises.
+            CheckpointError: it lists the tensors.
         """
+        if self._overflows:
+            names = listing(f"{count} of '{name}'" for name, count in self._overflows.items())
+            raise CheckpointError(
+                f"finite values are too large for {self._dtype}, and would become infinite: {names}; nothing was written. Use another dtype"
+            )
+
+    def _blocks(self, source: TensorSource, dtype: str) -> Iterator[memoryview]:
+        """Yield a tensor's bytes, row-major, in blocks of a few MiB; a block is valid until the next is asked for."""
         for values in self._transposed(source) if source.transpose else self._as_stored(source):
             converted = values
             if can_cast(source.slab.dtype, dtype):
                 converted, overflow = convert(values, source.slab.dtype, dtype)
                 if overflow:
-                    self.overflows[source.name] = self.overflows.get(source.name, 0) + overflow
+                    self._overflows[source.name] = self._overflows.get(source.name, 0) + overflow
             yield converted.reshape(-1).view(np.uint8).data
 
     def _as_stored(self, source: TensorSource) -> Iterator[Array]:

@@ -5,8 +5,11 @@ Files are read in whole chunks, since a digest is of a whole chunk: what of a ch
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError
@@ -18,6 +21,8 @@ from .plan import Duplicate, ReadPlan
 
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
+_READERS = 2
+_CHUNKS_AT_A_TIME = 64
 UNCHANGED = "nothing was changed"
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
 """What a failure while reading leaves behind, in words."""
@@ -29,6 +34,14 @@ class _Range(NamedTuple):
     offset: int
     buffer: memoryview
     key: str
+
+
+class _ChunkRead(NamedTuple):
+    """A chunk to read, a key that it holds, and what of it goes where; the rest goes nowhere."""
+
+    chunk: Chunk
+    key: str
+    wanted: list[_Range]
 
 
 def check_duplicates(plan: ReadPlan) -> None:
@@ -82,7 +95,6 @@ def verify_first(plan: ReadPlan) -> None:
         IncompleteCheckpointError: a file vanished.
         OSError: the system refused.
     """
-    scratch = memoryview(bytearray(CHUNK_NBYTES))
     for file, reads in sorted(plan.reads.items()):
         record = plan.index.files[file]
         if not record.digests:
@@ -91,13 +103,8 @@ def verify_first(plan: ReadPlan) -> None:
         for offset, target, _, nbytes in reads:
             for number in chunks_of(offset, offset + nbytes, record.header_nbytes):
                 keys.setdefault(number, plan.targets[target].key)
-        descriptor = open_rank_file(plan.index.path, record)
-        try:
-            for number, key in sorted(keys.items()):
-                one = chunk(number, record.size, record.header_nbytes)
-                _read_chunk(descriptor, plan.index, file, one, [scratch[: one.stop - one.start]], key, UNCHANGED)
-        finally:
-            os.close(descriptor)
+        chunks = [chunk(number, record.size, record.header_nbytes) for number in sorted(keys)]
+        _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], []) for one in chunks], UNCHANGED)
 
 
 def execute_read(plan: ReadPlan, destinations: Sequence[memoryview]) -> None:
@@ -155,12 +162,31 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
 def _read_file(index: CheckpointIndex, file: int, ranges: Iterable[_Range], consequence: str) -> None:
     """Read ranges of one file into their buffers, in whole chunks, and compare the digests of those."""
     record = index.files[file]
-    descriptor = open_rank_file(index.path, record)
-    scratch = memoryview(bytearray(CHUNK_NBYTES))
+    reads = (read for layer in _layers(ranges) for read in _by_chunk(layer, record.size, record.header_nbytes))
+    _read_chunks(index, file, reads, consequence)
+
+
+def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead], consequence: str) -> None:
+    """Read chunks of one file, a few at a time: while one is digested, the system copies the next."""
+    descriptor = open_rank_file(index.path, index.files[file])
+    free: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(_READERS):
+        free.put(memoryview(bytearray(CHUNK_NBYTES)))
+
+    def read_one(read: _ChunkRead) -> None:
+        scratch = free.get()
+        try:
+            _read_chunk(descriptor, index, file, read, scratch, consequence)
+        finally:
+            free.put(scratch)
+
     try:
-        for layer in _layers(ranges):
-            for one, wanted in _by_chunk(layer, record.size, record.header_nbytes):
-                _read_chunk(descriptor, index, file, one, _fill(one, wanted, scratch), wanted[0].key, consequence)
+        with ThreadPoolExecutor(_READERS) as pool:
+            rest = iter(reads)
+            # Not all at once, so that after an error little more is read.
+            while batch := list(itertools.islice(rest, _CHUNKS_AT_A_TIME)):
+                for _ in pool.map(read_one, batch):
+                    pass
     finally:
         os.close(descriptor)
 
@@ -182,20 +208,20 @@ def _layers(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
         rest = later
 
 
-def _by_chunk(layer: Sequence[_Range], size: int, header_nbytes: int) -> Iterator[tuple[Chunk, list[_Range]]]:
-    """Yield the chunks that the ranges touch, and the ranges, cut at their ends."""
+def _by_chunk(layer: Sequence[_Range], size: int, header_nbytes: int) -> Iterator[_ChunkRead]:
+    """Yield the chunks that the ranges touch, with the ranges cut at the ends of the chunks."""
     current: Chunk | None = None
     inside: list[_Range] = []
     for offset, buffer, key in layer:
         for number in chunks_of(offset, offset + len(buffer), header_nbytes):
             if current is None or number != current.number:
                 if current is not None:
-                    yield current, inside
+                    yield _ChunkRead(current, inside[0].key, inside)
                 current, inside = chunk(number, size, header_nbytes), []
             start = max(offset, current.start)
             inside.append(_Range(start, buffer[start - offset : current.stop - offset], key))
     if current is not None:
-        yield current, inside
+        yield _ChunkRead(current, inside[0].key, inside)
 
 
 def _fill(one: Chunk, wanted: Sequence[_Range], scratch: memoryview) -> list[memoryview]:
@@ -212,18 +238,18 @@ def _fill(one: Chunk, wanted: Sequence[_Range], scratch: memoryview) -> list[mem
     return buffers
 
 
-def _read_chunk(
-    descriptor: int, index: CheckpointIndex, file: int, one: Chunk, buffers: Sequence[memoryview], key: str, consequence: str
-) -> None:
+def _read_chunk(descriptor: int, index: CheckpointIndex, file: int, read: _ChunkRead, scratch: memoryview, consequence: str) -> None:
     record = index.files[file]
-    end = one.start + read_all(descriptor, buffers, one.start)
-    if end < one.stop:
+    number, start, stop = read.chunk
+    buffers = _fill(read.chunk, read.wanted, scratch)
+    end = start + read_all(descriptor, buffers, start)
+    if end < stop:
         raise CorruptCheckpointError(
-            f"'{index.path / record.name}' ends at byte {end}, near key '{key}', since it was cut while it was read; {consequence}"
+            f"'{index.path / record.name}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
         )
-    if record.digests and digest_of_parts(buffers) != record.digest(one.number):
+    if record.digests and digest_of_parts(buffers) != record.digest(number):
         raise CorruptCheckpointError(
-            f"'{index.path / record.name}' is damaged between bytes {one.start} and {one.stop}, at or near key '{key}': they are not those "
+            f"'{index.path / record.name}' is damaged between bytes {start} and {stop}, at or near key '{read.key}': they are not those "
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
             "another checkpoint"
         )

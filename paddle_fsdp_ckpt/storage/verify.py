@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, listing
 from ..pieces import Piece
-from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue, parse_left_over
+from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
 from .index import CheckpointIndex
 from .plan import Duplicate, ReadPlan, plan_read
 from .reader import differing_duplicates
-from .stock import read_stock_index
+from .stock import is_stock, read_stock_index
 from .survey import FileSurvey, Progress, Survey, damaged_ranges, survey
 
 _FILES_THAT_STOCK_READS = (".safetensors", ".distcp", ".metadata", ".metadata.lock")
@@ -98,7 +98,7 @@ def verify(path: str | os.PathLike[str], *, workers: int | None = None, progress
         NewerFormatError: it is of a newer format version.
     """
     directory = Path(path)
-    if _is_stock(directory):
+    if is_stock(directory):
         return _verify_stock(directory)
     try:
         found = survey(directory, workers=workers, progress=progress)
@@ -201,13 +201,6 @@ def _touches_damage(found: Survey, one: Duplicate) -> bool:
 def _plan_all(index: CheckpointIndex) -> ReadPlan:
     shapes = {key: index.global_shape(key) for key in index.stored}
     return plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], ())
-
-
-def _is_stock(path: Path) -> bool:
-    if not path.is_dir() or parse_left_over(Path(os.path.abspath(path)).name) is not None:
-        return False
-    names = os.listdir(path)
-    return MANIFEST_NAME not in names and any(name.endswith(".metadata") for name in names)
 
 
 def _verify_stock(path: Path) -> VerifyReport:

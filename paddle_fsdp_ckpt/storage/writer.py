@@ -15,6 +15,7 @@ from .header import encode_header, in_file_order
 
 _GROUP_NBYTES = 64 << 20
 """What is written by one system call."""
+_FEW = 64
 
 
 def estimate_nbytes(pieces: Iterable[Piece]) -> int:
@@ -85,15 +86,22 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         FileExistsError: the file is there already; it was not touched.
         OSError: the system refused, e.g. the disk is full; it names the file. The file was removed.
     """
+    digester = Digester(header_nbytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            # Both let go of Python's lock, so that digesting costs no time of its own.
             with ThreadPoolExecutor(1) as beside:
-                digests = beside.submit(_digest, buffers, header_nbytes)
                 for group in in_groups(buffers, _GROUP_NBYTES):
-                    write_group(descriptor, group)
-                os.fsync(descriptor)
+                    if len(group) <= _FEW:
+                        # Digesting and writing both let go of Python's lock.
+                        digested = beside.submit(_digest, digester, group)
+                        write_group(descriptor, group)
+                        digested.result()
+                    else:
+                        # Many small buffers cost more time in Python than in either.
+                        _digest(digester, group)
+                        write_group(descriptor, group)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except BaseException as error:
@@ -101,11 +109,9 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)
         raise
-    return FileRecord(path.name, sum(map(len, buffers)), pieces, digests.result(), header_nbytes)
+    return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
 
 
-def _digest(buffers: Iterable[memoryview], header_nbytes: int) -> str:
-    digester = Digester(header_nbytes)
-    for buffer in buffers:
+def _digest(digester: Digester, group: Sequence[memoryview]) -> None:
+    for buffer in group:
         digester.update(buffer)
-    return digester.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from paddle import nn
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.demo.model import CausalLM, DecoderConfig
+from paddle_fsdp_ckpt.huggingface_loading import load_huggingface
 
 
 def build(arrays: Mapping[str, np.ndarray], dtype: str, tied: Mapping[str, str]) -> nn.Layer:
@@ -84,3 +85,57 @@ def save_demo(path: str, experts: int, tied: bool) -> dict[str, np.ndarray]:
     ckpt.fully_shard(model, optimizer=None)
     ckpt.save(path, model=model)
     return values
+
+
+def save_groups(
+    path: str, arrays: Mapping[str, np.ndarray], groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]], settings: Mapping[str, Any]
+) -> None:
+    """Save with an AdamW of these param groups, and these settings of its own; ``settings["step"]`` is the step."""
+    model = build(arrays, "float32", {})
+    named = dict(model.named_parameters())
+    of_groups = [{"params": [named[name] for name in names], **options} for names, options in groups]
+    stepper = paddle.optimizer.AdamW(settings["learning_rate"], parameters=of_groups)
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    ckpt.save(path, model=model, optimizer=stepper, step=settings["step"], extra_state=settings["extra_state"])
+
+
+def load_into(path: str, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Load a checkpoint into a sharded model of other values, and return what it holds then."""
+    model = build({name: np.full(shape, -7, np.float32) for name, shape in shapes.items()}, "float32", tied)
+    ckpt.fully_shard(model, optimizer=None)
+    ckpt.load(path, model=model)
+    return {name: tensor.numpy() for name, tensor in ckpt.full_state_dict(model).items()}
+
+
+def load_published(
+    path: str, shapes: Mapping[str, tuple[int, ...]], dtype: str, tied: Mapping[str, str], options: Mapping[str, Any], sharded: bool
+) -> dict[str, np.ndarray] | str:
+    """Load a Hugging Face model into one of other values, and return what it holds then, or why it doesn't."""
+    model = build({name: np.full(shape, -7, np.float32) for name, shape in shapes.items()}, dtype, tied)
+    if sharded:
+        ckpt.fully_shard(model, optimizer=None)
+    try:
+        load_huggingface(path, model=model, **options)
+    except ckpt.CheckpointError as error:
+        message = str(error)
+        values = ckpt.full_state_dict(model) if sharded else model.state_dict()
+        assert all((value.astype("float32").numpy() == -7).all() for value in values.values())
+        return message
+    values = ckpt.full_state_dict(model) if sharded else model.state_dict()
+    return {name: tensor.numpy() for name, tensor in values.items()}
+
+
+def masters_follow(path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Load into a bfloat16 model with master weights, and say for each whether it is the parameter now."""
+    model = build({name: np.full(shape, -7, np.float32) for name, shape in shapes.items()}, "bfloat16", {})
+    stepper = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    load_huggingface(path, model=model, recipe="none", cast=True)
+    mine = ckpt.sharded_state_dict(model)
+    masters = {key: weight for key, weight in ckpt.optimizer_sharded_state_dict(stepper).items() if key.endswith(".w_0")}
+    return {
+        key: bool((weight.local_tensor.numpy() == mine[key.removesuffix(".w_0")].local_tensor.astype("float32").numpy()).all())
+        for key, weight in masters.items()
+    }

@@ -1,6 +1,7 @@
 """The long run of the fault injection: many more faults than the tests inject, and those for which file systems must be mounted.
 
-``bash ci/faults.sh`` runs it. Exit status: 0 where every fault was met rightly, 1 where one was not.
+``bash ci/faults.sh`` runs it; by hand ``PYTHONPATH=.:tests python tests/faults/long_run.py``.
+Exit status: 0 where every fault was met rightly, 1 where one was not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import damage
 from harness import RankPool

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import saving
 from paddle_fsdp_ckpt.host_memory import bytes_of
 
-SHORT = 3.0
+SHORT = 4.0
 """Seconds; how long ranks wait for one that is dead."""
 
 
@@ -68,7 +69,8 @@ def with_write(write: Callable[..., Any], call: Callable[[], Any]) -> Any:
         saving.write_rank_file = real
 
 
-def die_while_saving(path: str, victim: int) -> str:
+def die_while_saving(path: str, victim: int) -> tuple[str, float]:
+    """Return the error of a save in which one rank dies, and how many seconds it took."""
     training = Training()
     training.step()
     training.save(path, step=1)
@@ -83,12 +85,14 @@ def die_while_saving(path: str, victim: int) -> str:
 
     training.step()
     threads = threading.active_count()
+    text = "saved"
+    start = time.monotonic()
     try:
         with_write(write, lambda: training.save(path, step=2, overwrite=True, timeout_seconds=SHORT))
     except ckpt.RankFailedError as error:
-        assert threading.active_count() == threads
-        return str(error)
-    return "saved"
+        text = str(error)
+    assert threading.active_count() == threads
+    return text, time.monotonic() - start
 
 
 def fail_and_go_on(path: str, failing: int) -> tuple[str, list[float], list[float]]:
@@ -157,3 +161,11 @@ def reference_loss() -> float:
         optimizer.clear_grad()
         losses.append(float(loss))
     return float(np.float32(losses[-1]))
+
+
+def save_with_stock_paddle(path: str, safetensors: bool) -> None:
+    """Save our sharded state dicts with Paddle's own function."""
+    training = Training()
+    training.step()
+    weights = {**ckpt.sharded_state_dict(training.model), **ckpt.optimizer_sharded_state_dict(training.optimizer)}
+    dist.save_state_dict(weights, path, safetensors=safetensors)

@@ -60,7 +60,7 @@ def fit_manifest(path: Path) -> None:
 
 def read_everything(path: Path) -> None:
     index = read_index(path)
-    shapes = {key: index.global_shape(key) for key in index.keys()}
+    shapes = {key: index.global_shape(key) for key in index.stored}
     plan = plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], shapes)
     plan.problems.raise_if_any()
     check_duplicates(plan)
@@ -93,7 +93,9 @@ def test_a_nasty_file_is_refused_with_a_clear_error(tmp_path: Path, file: Path, 
 
 
 ODD = st.one_of(
-    st.sampled_from([None, True, -1, 0, 1, 1 << 31, 1 << 62, 1 << 63, 10**400, 1.0, 1e308, float("nan"), "", "\0", "..", "/", "\ud800", [], {}]),
+    st.sampled_from(
+        [None, True, -1, 0, 1, 1 << 31, 1 << 62, 1 << 63, 10**400, 1.0, 1e308, float("nan"), "", "\0", "..", "/", "\ud800", [], {}]
+    ),
     st.integers(-3, 30),
     st.text(max_size=5),
     st.recursive(st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=5),
@@ -153,8 +155,7 @@ def check_header(encoded: bytes) -> None:
     size = LENGTH_NBYTES + len(encoded) + DATA_NBYTES
     try:
         entries = list(decode_header(encoded, size, "the file"))
-    except CheckpointError as error:
-        assert len(str(error)) < 5000
+    except CheckpointError:
         return
     position = LENGTH_NBYTES + len(encoded)
     for _, dtype, box, start, stop, byte_offset in entries:

@@ -70,6 +70,12 @@ class Rule:
         (target,) = self.targets
         return _fill(target, values)
 
+    def inverse(self) -> Rule | None:
+        """Return the rule that makes the key of the tensor; None where that takes several tensors or keys."""
+        if not self.is_plain or set(_PLACEHOLDER.findall(self.source)) != set(_PLACEHOLDER.findall(self.targets[0])):
+            return None
+        return Rule(self.targets[0], (self.source,), self.transpose, shape=self.shape[::-1] if self.transpose else self.shape)
+
     def check(self) -> None:
         """Raise unless the rule makes sense.
 
@@ -149,10 +155,15 @@ class Recipe:
             texts.append(f"{len(several)} keys are taken by several rules: {listing(several)}")
         if texts:
             raise MismatchError(
-                f"the recipe '{self.name}' doesn't fit the checkpoint; {'; '.join(texts)}. Use the recipe of the model's family, or write "
+                f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. Use the recipe of the model's family, or write "
                 "one: --recipe FILE; --recipe none copies everything as it is"
             )
         return {key: matches[0] for key, matches in found.items()}
+
+    def inverse(self) -> Recipe:
+        """Return the recipe that makes keys of tensors; fused keys, and those of several tensors, it doesn't make."""
+        inverses = [rule.inverse() for rule in self.rules]
+        return Recipe(self.name, tuple(rule for rule in inverses if rule is not None))
 
     def _matches(self, key: str) -> list[tuple[Rule, dict[str, str]]]:
         found = ((rule, rule.match(key)) for rule in self.rules)

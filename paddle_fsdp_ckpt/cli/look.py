@@ -1,0 +1,34 @@
+"""``inspect`` and ``diff``: look into checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..export.difference import compare
+from ..export.inspection import inspect
+from .command import Command, Report
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint's directory, ours or stock Paddle's, or one in which such lie")
+    parser.add_argument("--keys", nargs="?", const="*", metavar="PATTERN", help="list the keys too, those like PATTERN, such as '*.weight'")
+    parser.add_argument("--stats", action="store_true", help="read the values of those keys, and say what they are like")
+
+
+def _inspect(arguments: argparse.Namespace) -> tuple[Report, bool]:
+    report = inspect(arguments.directory, keys=arguments.keys, statistics=arguments.stats)
+    return report, report.is_good
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("one", metavar="A", help="a checkpoint's directory")
+    parser.add_argument("other", metavar="B", help="another's")
+
+
+def _diff(arguments: argparse.Namespace) -> tuple[Report, bool]:
+    report = compare(arguments.one, arguments.other)
+    return report, report.is_none
+
+
+INSPECT = Command("say what a checkpoint holds", _add_inspect, _inspect)
+DIFF = Command("say in what two checkpoints differ; 0: in nothing, 1: in something", _add_diff, _diff)

@@ -1,0 +1,326 @@
+"""``inspect``: what a checkpoint directory holds, from its manifest and headers; values are read only where statistics are asked for."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError, IncompleteCheckpointError, listing
+from ..storage.format import DTYPE_NBYTES, MANIFEST_NAME, JsonValue, parse_left_over
+from ..storage.index import CheckpointIndex
+from ..storage.plan import plan_read
+from ..storage.stock import is_stock, open_index
+from .contents import Contents, contents_of
+from .statistics import Statistics, statistics_of
+from .text import size_text, table
+from .values import whole_piece
+
+_MODEL, _MASTERS = "parameters and buffers", "master weights"
+_MANY = 1000
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of one kind and dtype there is; elements and bytes are of whole tensors, each counted once."""
+
+    kind: str
+    dtype: str
+    keys: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """A param group of an optimizer: how many parameters it has, and its hyper-parameters."""
+
+    parameters: int
+    settings: JsonValue
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a checkpoint says of an optimizer."""
+
+    cls: str
+    groups: tuple[Group, ...]
+    learning_rate: JsonValue
+
+
+@dataclass(frozen=True)
+class KeyDescription:
+    """One key.
+
+    Attributes:
+        key: its name.
+        kind: what it is.
+        dtype: Paddle's dtype name.
+        shape: of the whole tensor.
+        ranges: which rank saved what of it, in words.
+        statistics: of its values, where they were asked for.
+    """
+
+    key: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    ranges: tuple[str, ...]
+    statistics: Statistics | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint directory holds.
+
+    Attributes:
+        path: the directory.
+        kind: what kind of checkpoint it is, in words.
+        step: the training step, where it says so.
+        world_size: how many ranks saved it.
+        created: when, UTC, where it says so.
+        versions: of what wrote it.
+        files: how many.
+        nbytes: of the files.
+        amounts: what they hold.
+        tied: the names of each tensor that has several.
+        optimizers: what is said of them; none in stock Paddle's.
+        keys: those that were asked for.
+        problems: keys that are not whole, in words.
+    """
+
+    path: Path
+    kind: str
+    step: int | None
+    world_size: int
+    created: str | None
+    versions: dict[str, str]
+    files: int
+    nbytes: int
+    amounts: tuple[Amount, ...]
+    tied: tuple[tuple[str, ...], ...]
+    optimizers: tuple[Optimizer, ...]
+    keys: tuple[KeyDescription, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every key is whole."""
+        return not self.problems
+
+    def to_json(self) -> JsonValue:
+        """Return the report as plain JSON data."""
+        return asdict(self) | {"path": str(self.path), "is_good": self.is_good}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"'{self.path}': {self.kind}"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        facts = [("step", "not noted" if self.step is None else str(self.step)), ("saved by", ranks)]
+        facts += [("saved at", self.created)] if self.created is not None else []
+        facts += [("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))] if self.versions else []
+        facts.append(("files", f"{self.files}, {size_text(self.nbytes)}"))
+        facts += [("tied", listing(" = ".join(names) for names in self.tied))] if self.tied else []
+        facts.append(("health", self._health()))
+        yield from (f"  {name:<9} {value}" for name, value in facts)
+        rows = [[one.kind, one.dtype, f"{one.keys:,}", f"{one.elements:,}", size_text(one.nbytes)] for one in self.amounts]
+        yield ""
+        yield from table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
+        for optimizer in self.optimizers:
+            yield ""
+            yield f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}"
+            for group in optimizer.groups:
+                yield f"  {group.parameters} parameters: {_brief(group.settings)}"
+        if self.keys:
+            yield ""
+            yield from self._key_table()
+
+    def _health(self) -> str:
+        if self.problems:
+            return f"{len(self.problems)} keys are not whole: {listing(self.problems)}"
+        return "sizes and headers are right and every key is whole; values are checked by `paddle-fsdp-ckpt verify`"
+
+    def _key_table(self) -> list[str]:
+        titles = ["key", "dtype", "shape", "saved by rank"]
+        rows = [[one.key, one.dtype, str(list(one.shape)), "; ".join(one.ranges)] for one in self.keys]
+        if any(one.statistics is not None for one in self.keys):
+            titles[3:] = ["min", "max", "mean", "NaN", "infinite"]
+            for row, one in zip(rows, self.keys, strict=True):
+                row[3:] = _statistics_cells(one.statistics)
+            return table(titles, rows, right=range(3, 8))
+        return table(titles, rows)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The checkpoints in a directory.
+
+    Attributes:
+        path: the directory.
+        checkpoints: those that can be read, by step.
+        problems: why others can't, in words.
+    """
+
+    path: Path
+    checkpoints: tuple[Inspection, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all can be read and are whole."""
+        return not self.problems and all(one.is_good for one in self.checkpoints)
+
+    def to_json(self) -> JsonValue:
+        """Return the report as plain JSON data."""
+        checkpoints = [one.to_json() for one in self.checkpoints]
+        return {"path": str(self.path), "checkpoints": checkpoints, "problems": list(self.problems), "is_good": self.is_good}
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                "-" if one.step is None else str(one.step),
+                one.path.name,
+                str(one.world_size),
+                one.created or "-",
+                size_text(one.nbytes),
+                "whole" if one.is_good else f"{len(one.problems)} keys are not whole",
+            ]
+            for one in self.checkpoints
+        ]
+        lines = table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
+        return "\n".join([f"'{self.path}': {len(rows)} checkpoints", "", *lines, *(f"- {problem}" for problem in self.problems)])
+
+
+def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics: bool = False) -> Inspection | Steps:
+    """Say what a checkpoint directory holds, or which checkpoints lie in a directory that is none itself.
+
+    Args:
+        path: the directory; of ours or of stock Paddle's.
+        keys: describe the keys of this form too, with ``*``, ``?`` and ``[...]`` as in file names.
+        statistics: read the values of those keys, of all by default, and say what they are like.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its headers can't be read.
+    """
+    directory = Path(path)
+    inside = [] if is_checkpoint(directory) else list(_checkpoints_in(directory))
+    if not inside:
+        return _inspect(directory, ("*" if keys is None else keys) if keys is not None or statistics else None, statistics=statistics)
+    if keys is not None or statistics:
+        raise CheckpointError(
+            f"'{directory}' holds {len(inside)} checkpoints; keys can be listed of one of them: {listing(_names(inside))}"
+        )
+    found, problems = [], []
+    for one in inside:
+        try:
+            found.append(_inspect(one, None, statistics=False))
+        except CheckpointError as error:
+            problems.append(f"{one.name}: {error}")
+    found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
+    return Steps(directory, tuple(found), tuple(problems))
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Tell whether a directory looks like a checkpoint, ours or stock Paddle's."""
+    return os.path.lexists(directory / MANIFEST_NAME) or is_stock(directory)
+
+
+def _checkpoints_in(directory: Path) -> Iterator[Path]:
+    if directory.is_dir() and parse_left_over(Path(os.path.abspath(directory)).name) is None:
+        yield from (one for one in sorted(directory.iterdir()) if parse_left_over(one.name) is None and is_checkpoint(one))
+
+
+def _names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection:
+    index = open_index(path)
+    contents = contents_of(index)
+    kinds = _kinds(contents)
+    manifest = index.manifest
+    chosen = [key for key in index.stored if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
+    if pattern is not None and not chosen:
+        raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(index.stored)}")
+    problems = plan_read(index, [whole_piece(index, key) for key in index.stored], ()).problems.uncovered
+    broken = {problem.key for problem in problems}
+    return Inspection(
+        path,
+        "a checkpoint of stock Paddle" if manifest is None else f"a checkpoint of format version {manifest.format_version}",
+        None if manifest is None else manifest.step,
+        len(index.files) if manifest is None else manifest.world_size,
+        None if manifest is None else manifest.created,
+        {} if manifest is None else dict(manifest.versions),
+        len(index.files),
+        sum(record.size for record in index.files),
+        tuple(_amounts(index, kinds)),
+        contents.tied or (),
+        () if manifest is None else tuple(_optimizer(one) for one in manifest.optimizers),
+        tuple(_describe(index, key, kinds[key], statistics=statistics and key not in broken) for key in chosen),
+        tuple(str(problem) for problem in problems),
+    )
+
+
+def _kinds(contents: Contents) -> dict[str, str]:
+    kinds = dict.fromkeys(contents.model, _MODEL) | dict.fromkeys(contents.masters.values(), _MASTERS)
+    return kinds | {key: state.removesuffix("_0") for states in contents.states.values() for state, key in states.items()}
+
+
+def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
+    keys: Counter[tuple[str, str]] = Counter()
+    elements: Counter[tuple[str, str]] = Counter()
+    for key, kind in kinds.items():
+        group = kind, index.dtypes[key]
+        keys[group] += 1
+        elements[group] += whole_piece(index, key).numel
+    order = {_MODEL: 0, _MASTERS: 1}
+    for kind, dtype in sorted(keys, key=lambda group: (order.get(group[0], 2), group)):
+        count = elements[kind, dtype]
+        yield Amount(kind, dtype, keys[kind, dtype], count, count * DTYPE_NBYTES[dtype])
+
+
+def _optimizer(value: JsonValue) -> Optimizer:
+    """Return what a manifest says of an optimizer, as far as it says it."""
+    fields = value if isinstance(value, dict) else {}
+    groups = [one for one in fields.get("groups", ()) if isinstance(one, dict)]
+    described = tuple(Group(len(one.get("parameters", ())), one.get("settings")) for one in groups)
+    return Optimizer(str(fields.get("class")), described, fields.get("learning_rate"))
+
+
+def _describe(index: CheckpointIndex, key: str, kind: str, *, statistics: bool) -> KeyDescription:
+    found = statistics_of(index, whole_piece(index, key)) if statistics else None
+    return KeyDescription(key, kind, index.dtypes[key], index.global_shape(key), tuple(_ranges(index, key)), found)
+
+
+def _ranges(index: CheckpointIndex, key: str) -> Iterator[str]:
+    for piece, file_name, _ in index.pieces(key):
+        part = "all" if piece.flat_range is None else f"[{piece.flat_range.start}, {piece.flat_range.stop})"
+        if piece.local_shape != piece.global_shape:
+            box = f"{list(piece.local_shape)} at {list(piece.global_offset)}"
+            part = box if piece.flat_range is None else f"{part} of {box}"
+        yield f"{file_name.split('_')[0]}: {part}"
+
+
+def _brief(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        items = (
+            (name, f"({_brief(item)})" if isinstance(item, dict) else _brief(item)) for name, item in value.items() if item is not None
+        )
+        return ", ".join(f"{name} {text}" for name, text in items) or "-"
+    text = str(value)
+    return text if len(text) <= _MANY else f"{text[:_MANY]}..."
+
+
+def _statistics_cells(found: Statistics | None) -> list[str]:
+    if found is None:
+        return ["not whole", "-", "-", "-", "-"]
+    return [*map(_number, (found.minimum, found.maximum, found.mean)), str(found.nan), str(found.infinite)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

@@ -1,0 +1,99 @@
+"""In what two checkpoints differ: numpy knew it before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import made_models
+import numpy as np
+import pytest
+from harness import RankPool
+
+from paddle_fsdp_ckpt.errors import CheckpointError
+from paddle_fsdp_ckpt.export import values
+from paddle_fsdp_ckpt.export.difference import FactDifference, ValueDifference, compare
+
+Ranks = Callable[[int], RankPool]
+
+RANDOM = np.random.RandomState(3)
+ARRAYS = {
+    "first.weight": RANDOM.standard_normal((7, 5)).astype(np.float32),
+    "first.bias": RANDOM.standard_normal(5).astype(np.float32),
+    "last.weight": RANDOM.standard_normal((3, 4, 2)).astype(np.float32),
+}
+SETTINGS = {"learning_rate": 0.1, "step": 3, "extra_state": {"epoch": 1, "loss": math.nan}}
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 3), (3, 3)])
+def test_no_difference_at_any_world_size_and_grouping(one: int, other: int, tmp_path: Path, ranks: Ranks) -> None:
+    names = list(ARRAYS)
+    ranks(one).run(made_models.save_groups, str(tmp_path / "one"), ARRAYS, [(names, {})], SETTINGS)
+    ranks(other).run(made_models.save_groups, str(tmp_path / "other"), ARRAYS, [(names[1:], {}), (names[:1], {})], SETTINGS)
+    found = compare(tmp_path / "one", tmp_path / "other")
+    assert found.is_none, str(found)
+    assert str(found) == "no difference: 15 keys, equal bit for bit"
+
+
+def test_hyper_parameters(tmp_path: Path, ranks: Ranks) -> None:
+    names = list(ARRAYS)
+    ranks(2).run(made_models.save_groups, str(tmp_path / "one"), ARRAYS, [(names, {"weight_decay": 0.5})], SETTINGS)
+    groups = [(names[:2], {"weight_decay": 0.25}), (names[2:], {"weight_decay": 0.5})]
+    changed = {"learning_rate": 0.2, "step": 4, "extra_state": {"epoch": 2}}
+    ranks(2).run(made_models.save_groups, str(tmp_path / "other"), ARRAYS, groups, changed)
+    found = compare(tmp_path / "one", tmp_path / "other")
+    assert not found.values and not found.is_none
+    assert found.facts == (
+        FactDifference("step", 3, 4),
+        FactDifference("learning rate", {"value": 0.1}, {"value": 0.2}, 3),
+        FactDifference("weight_decay", 0.5, 0.25, 2),
+        found.facts[-1],
+    )
+    assert found.facts[-1].what == "extra_state"
+
+
+def test_values_keys_shapes(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "BATCH_NUMEL", 8)
+    changed = {name: array.copy() for name, array in ARRAYS.items()}
+    changed["first.weight"][6, 4] += 0.5
+    changed["first.weight"][0, 0] = np.nan
+    changed["first.bias"][2] = -changed["first.bias"][2]
+    del changed["last.weight"]
+    ranks(2).run(made_models.save_model, str(tmp_path / "one"), ARRAYS | {"only": ARRAYS["first.bias"], "shape": ARRAYS["first.bias"]})
+    ranks(3).run(made_models.save_model, str(tmp_path / "other"), changed | {"new": ARRAYS["first.bias"], "shape": ARRAYS["first.weight"]})
+    found = compare(tmp_path / "one", tmp_path / "other")
+    assert (found.only_one, found.only_other, found.compared) == (("last.weight", "only"), ("new",), 2)
+    assert found.shapes == (FactDifference("shape", [5], [7, 5]),)
+    old, new = (float(array["first.weight"][6, 4]) for array in (ARRAYS, changed))
+    assert found.values == (
+        ValueDifference("first.weight", 35, 2, abs(new - old), abs(new - old) / max(abs(old), abs(new)), 1),
+        ValueDifference("first.bias", 5, 1, 2 * abs(float(ARRAYS["first.bias"][2])), 2.0, 0),
+    )
+    assert "the values of 2 of 2 keys differ" in str(found)
+
+
+def test_other_dtypes_are_compared_by_value(tmp_path: Path, ranks: Ranks) -> None:
+    exact = {"a": np.arange(20, dtype=np.float32).reshape(4, 5), "b": np.array([1.0, 2.0, 1 / 3], np.float32)}
+    ranks(2).run(made_models.save_model, str(tmp_path / "one"), exact)
+    ranks(1).run(made_models.save_model, str(tmp_path / "other"), exact, "bfloat16")
+    found = compare(tmp_path / "one", tmp_path / "other")
+    assert found.dtypes == (FactDifference("a", "float32", "bfloat16"), FactDifference("b", "float32", "bfloat16"))
+    assert [(one.key, one.differing) for one in found.values] == [("b", 1)]
+    assert 0 < found.values[0].largest_relative <= 2**-8
+
+
+def test_stock_paddle_and_ours(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(made_models.save_with_stock, str(tmp_path / "one"), ARRAYS, {})
+    ranks(3).run(made_models.save_model, str(tmp_path / "other"), ARRAYS)
+    assert compare(tmp_path / "one", tmp_path / "other").is_none
+
+
+def test_a_damaged_one_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(made_models.save_model, str(tmp_path / "one"), ARRAYS)
+    file = tmp_path / "one" / "0_0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        compare(tmp_path / "one", tmp_path / "one")

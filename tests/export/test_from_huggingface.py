@@ -1,0 +1,146 @@
+"""Hugging Face models as checkpoints: loaded by real ranks, each value is one that numpy knew before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import made_models
+import numpy as np
+import pytest
+from harness import RankPool
+from published import as_in_paddle, config_of, published
+from safetensors.numpy import save_file
+
+from paddle_fsdp_ckpt.cli.main import main
+from paddle_fsdp_ckpt.errors import CheckpointError
+from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
+from paddle_fsdp_ckpt.storage.verify import verify
+
+Ranks = Callable[[int], RankPool]
+
+
+def write_model(path: Path, arrays: Mapping[str, np.ndarray], config: Any, files: int = 1) -> Path:
+    """Write a model as ``save_pretrained`` does: one file, or several and an index."""
+    path.mkdir()
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        save_file(dict(arrays), path / "model.safetensors")
+        return path
+    weight_map = {name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors" for number, name in enumerate(arrays)}
+    for file in set(weight_map.values()):
+        save_file({name: array for name, array in arrays.items() if weight_map[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "files"), [("llama", 2, 1), ("qwen2", 1, 3), ("qwen2_moe", 3, 2), ("qwen3", 2, 3), ("qwen3_moe", 2, 1)]
+)
+def test_families(family: str, world_size: int, files: int, tmp_path: Path, ranks: Ranks) -> None:
+    tensors = published(family, biases=family.startswith("qwen2"))
+    model = write_model(tmp_path / "model", tensors, config_of(family), files)
+    import_huggingface(model, tmp_path / "saved")
+    assert verify(tmp_path / "saved").is_good
+    right = as_in_paddle(family, tensors, fused=False)
+    (found, *_) = ranks(world_size).run(made_models.load_into, str(tmp_path / "saved"), {k: a.shape for k, a in right.items()}, {})
+    assert found.keys() == right.keys()
+    for key, array in right.items():
+        assert found[key].tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("written", [False, True])
+def test_tied_weights(family: str, written: bool, tmp_path: Path, ranks: Ranks) -> None:
+    tensors = published(family)
+    right = as_in_paddle(family, tensors, fused=False)
+    embedding = "llama.embed_tokens.weight" if family == "llama" else "model.embed_tokens.weight"
+    del tensors["lm_head.weight"], right["lm_head.weight"]
+    if written:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model = write_model(tmp_path / "model", tensors, config_of(family, tie_word_embeddings=True))
+    report = import_huggingface(model, tmp_path / "saved")
+    assert report.tied == (tuple(sorted(("lm_head.weight", embedding))),)
+    shapes = {key: array.shape for key, array in right.items()}
+    (found, *_) = ranks(2).run(made_models.load_into, str(tmp_path / "saved"), shapes, {"lm_head.weight": embedding})
+    assert found[embedding].tobytes() == right[embedding].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        ({"tie_word_embeddings": True}, {}, "have other values; say false there"),
+        ({}, {"lm_head.weight": None}, "nothing that becomes 'lm_head.weight'"),
+        ({"vocab_size": 5}, {}, "vocab_size and hidden_size in"),
+        ({}, {"model.layers.0.mlp.more": np.zeros(2, np.float32)}, "1 keys are taken by no rule: 'model.layers.0.mlp.more'"),
+        ({"model_type": "bert"}, {}, "model_type 'bert'; give --recipe"),
+    ],
+)
+def test_what_does_not_fit(changes: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arrays = {name: array for name, array in (published("qwen3") | tensors).items() if array is not None}
+    model = write_model(tmp_path / "model", arrays, config_of("qwen3") | changes)
+    with pytest.raises(CheckpointError) as caught:
+        import_huggingface(model, tmp_path / "saved")
+    assert message in str(caught.value)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_old_models_have_besides(tmp_path: Path) -> None:
+    tensors = published("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    assert import_huggingface(write_model(tmp_path / "model", tensors, config_of("llama")), tmp_path / "saved").keys == len(tensors) - 1
+
+
+def test_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, np.float32)}, None, files=2)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(model.glob("*.safetensors"))):
+        file.rename(blobs / f"{number}")
+        file.symlink_to(Path("..") / "blobs" / f"{number}")
+    assert import_huggingface(model, tmp_path / "saved", recipe="none").keys == 2
+
+
+def damage_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = model / "model.safetensors.index.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: (model / "model-00002-of-00002.safetensors").unlink(), "lacks model-00002-of-00002.safetensors"),
+        (lambda model: os.truncate(model / "model-00001-of-00002.safetensors", 80), "too short"),
+        (lambda model: os.truncate(model / "model-00001-of-00002.safetensors", 150), "it has 150 bytes, and describes"),
+        (lambda model: (model / "model.safetensors.index.json").write_text("{"), "is malformed"),
+        (lambda model: damage_index(model, lambda fields: fields["weight_map"].update(a="../x")), "is no plain name"),
+        (lambda model: damage_index(model, lambda fields: fields["weight_map"].update(e=fields["weight_map"]["a"])), "lack 'e'"),
+        (lambda model: damage_index(model, lambda fields: fields["weight_map"].pop("a")), "has 'a', which the index doesn't give it"),
+        (lambda model: (model / "model.safetensors.index.json").unlink(), "lacks model.safetensors"),
+    ],
+)
+def test_damaged_models(change: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "model", {name: np.ones(5, np.float32) for name in "abcd"}, None, files=2)
+    change(model)
+    assert main(["convert", str(model), "--to", "fc", str(tmp_path / "saved"), "--recipe", "none"]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "model", published("qwen3"), config_of("qwen3"))
+    command = ["convert", str(model), "--to", "fc", str(tmp_path / "saved")]
+    assert main([*command, "--dtype", "bf16"]) == 0
+    assert "by the recipe 'qwen3'" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "saved"), "--to", "hf", str(tmp_path / "again"), "--config", str(model)]) == 0
+    assert main(command) == 2
+    for option in (["--master-weights"], ["--config", "x"], ["--max-shard-size", "5GB"]):
+        assert main([*command[:-1], str(tmp_path / "other"), *option]) == 2
+        assert "is for --to hf" in capsys.readouterr().err.splitlines()[-1]
