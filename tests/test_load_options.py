@@ -16,6 +16,7 @@ DEFAULTS: dict[str, Any] = {
     "parts": None,
     "copy_tied": False,
     "verify_first": False,
+    "salvage": False,
     "given": ["model", "optimizer"],
 }
 

@@ -12,7 +12,7 @@ from ..storage.casts import as_array
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from .recipes.rules import TensorSource
-from .values import Array, read_values, whole_piece
+from .values import Array, copy_transposed, read_values, whole_piece
 
 
 def read_local(index: CheckpointIndex, sources: Sequence[TensorSource], piece: Piece) -> Array:
@@ -54,7 +54,7 @@ def _fill_slab(index: CheckpointIndex, source: TensorSource, whole: Piece, block
         box = replace(whole, global_offset=(0, rows.start), local_shape=(whole.global_shape[0], rows.numel))
         columns = read_values(index, box).reshape(box.local_shape)
         for one in source.ranges:
-            block[:, one.start : one.stop] = columns[position : position + one.numel].T
+            copy_transposed(columns[position : position + one.numel], block[:, one.start : one.stop])
             position += one.numel
         return
     row = math.prod(whole.global_shape[1:])

@@ -16,7 +16,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.plan import FLOATING_DTYPES
 from .recipes.rules import TensorSource
 from .safetensors_files import OutputTensor
-from .values import BATCH_NUMEL, Array, iter_values, read_values
+from .values import BATCH_NUMEL, Array, copy_transposed, iter_values, read_values
 
 
 class TensorReader:
@@ -79,7 +79,10 @@ class TensorReader:
         step = max(1, BATCH_NUMEL // matrix.shape[0])
         for columns in source.ranges:
             for start in range(columns.start, columns.stop, step):
-                yield np.ascontiguousarray(matrix[:, start : min(start + step, columns.stop)].T)
+                strip = matrix[:, start : min(start + step, columns.stop)]
+                block = np.empty(strip.shape[::-1], strip.dtype)
+                copy_transposed(strip, block)
+                yield block
 
     def _read_slab(self, slab: Piece) -> Array:
         if self._slab is None or self._slab[0] != slab:

@@ -39,6 +39,7 @@ def load(
     key_map: KeyMap | None = None,
     copy_tied: bool = False,
     verify_first: bool = False,
+    salvage: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into a model and its optimizers, at any world size. All ranks must call it alike.
@@ -67,6 +68,8 @@ def load(
             where it is the reverse, take those of the first name.
         verify_first: check all digests of what is read before anything changes. It reads twice. Otherwise they are checked
             while reading, and an error leaves a part of the checkpoint in the objects.
+        salvage: of a checkpoint that ``save`` made and that is damaged, load what is intact. What is not counts as missing, so that
+            ``allow_missing`` must say what may be, and is in the report's ``damaged``. Every rank reads the whole checkpoint first.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -94,6 +97,7 @@ def load(
                 parts=parts,
                 copy_tied=copy_tied,
                 verify_first=verify_first,
+                salvage=salvage,
                 given=[name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
             )
             where = absolute_path(path)
@@ -102,7 +106,7 @@ def load(
                 stack.enter_context(states_restored_on_error(one.optimizer))
             plan = plan_load(where, subjects, options)
             planned.append((subjects, plan))
-            alike = [str(where), subjects.digest(), plan.index.digest(), options.digest(plan.mapped)]
+            alike = [str(where), subjects.digest(), plan.digest(), options.digest(plan.mapped)]
             return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json()}
 
         verdict = exchange(rendezvous, f"{token}/plan", plan_all, _judge, timeout_seconds)
@@ -147,12 +151,14 @@ def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str]) -> LoadRep
         without_state=plan.without_state,
         not_asked_for=plan.not_asked_for,
         differences=differences,
-        missing=notes.missing,
+        # Ranks that keep nothing of a parameter don't know that all its states start afresh.
+        missing=[key for key in notes.missing if key.rpartition(".")[0] not in notes.started_afresh],
         started_afresh=notes.started_afresh,
         unexpected=notes.unexpected,
         casts=notes.casts,
         mapped=plan.mapped,
         copied_tied=plan.copied_tied,
+        damaged=plan.damaged,
         unused_options=[one for one in given if one not in notes.used_options] + [f"key_map={one!r}" for one in plan.unused_prefixes],
     )
 

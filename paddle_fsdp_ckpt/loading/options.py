@@ -29,6 +29,7 @@ class LoadOptions:
         parts: those of :data:`PARTS` that are loaded.
         copy_tied: whether tensors that are tied on one side only are copied.
         verify_first: whether all digests are checked before anything changes.
+        salvage: whether what is damaged counts as missing.
     """
 
     allow_missing: tuple[str, ...] = ()
@@ -38,10 +39,12 @@ class LoadOptions:
     parts: frozenset[str] = field(default_factory=frozenset)
     copy_tied: bool = False
     verify_first: bool = False
+    salvage: bool = False
 
     def digest(self, names: Mapping[str, str]) -> str:
         """Return a digest of what must be the same on every rank; ``names`` is what :func:`map_names` made of ``key_map``."""
-        described = (self.allow_missing, self.allow_unexpected, self.cast, sorted(self.parts), self.copy_tied, self.verify_first)
+        switches = (self.cast, self.copy_tied, self.verify_first, self.salvage)
+        described = (self.allow_missing, self.allow_unexpected, sorted(self.parts), switches)
         return hashlib.sha256(repr((described, sorted(names.items()))).encode()).hexdigest()
 
 
@@ -54,6 +57,7 @@ def check_options(
     parts: Any,
     copy_tied: Any,
     verify_first: Any,
+    salvage: Any,
     given: Collection[str],
 ) -> LoadOptions:
     """Return the options of a call, checked.
@@ -66,12 +70,13 @@ def check_options(
         parts: a collection of some of :data:`PARTS`, or None for all that can be loaded into what was given.
         copy_tied: True or False.
         verify_first: True or False.
+        salvage: True or False.
         given: which of "model" and "optimizer" were given to load into.
 
     Raises:
         CheckpointError: one of them isn't what it must be.
     """
-    for name, value in (("cast", cast), ("copy_tied", copy_tied), ("verify_first", verify_first)):
+    for name, value in (("cast", cast), ("copy_tied", copy_tied), ("verify_first", verify_first), ("salvage", salvage)):
         if not isinstance(value, bool):
             raise CheckpointError(f"load: {name} is {value!r:.100}; give True or False")
     if key_map is not None and not callable(key_map):
@@ -89,6 +94,7 @@ def check_options(
         _check_parts(parts, given),
         copy_tied,
         verify_first,
+        salvage,
     )
 
 

@@ -17,9 +17,12 @@ from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
 from ..storage.casts import can_cast, may_overflow, may_round, read_cast
 from ..storage.flex import piece_of
+from ..storage.format import MANIFEST_NAME
+from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
 from ..storage.reader import differing_duplicates, verify_first
+from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import Stepper, Subjects
 from .options import LoadOptions, Patterns, map_names, unused_prefixes
@@ -46,12 +49,21 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions) -> LoadPlan:
     """
     names = subjects.model_keys().union(*(one.names for one in subjects.steppers))
     mapped = map_names(options.key_map, names)
-    index = open_index(path)
-    saved = rename_checkpoint(index, read_saved_run(index), {name: mapped.get(name, name) for name in names})
+    index, damaged = _open(path, options)
+    saved = rename_checkpoint(index, read_saved_run(index), damaged, {name: mapped.get(name, name) for name in names})
     planner = _Planner(saved, subjects, options)
     planner.plan_model()
     planner.plan_optimizers()
-    return planner.finish(mapped, unused_prefixes(options.key_map, names))
+    return planner.finish(mapped, unused_prefixes(options.key_map, names), damaged)
+
+
+def _open(path: Path, options: LoadOptions) -> tuple[CheckpointIndex, dict[str, str]]:
+    """Return what there is to load from, and what of the checkpoint is damaged and left out."""
+    if not options.salvage:
+        return open_index(path), {}
+    report = salvage(path)
+    manifest = {MANIFEST_NAME: report.manifest_problem} if report.manifest_problem is not None else {}
+    return report.index, {**report.damaged, **report.unreadable, **manifest}
 
 
 @dataclass
@@ -78,7 +90,7 @@ class _Planner:
         )
         self.index = self.saved.index
         self.run = self.saved.run.with_tied_names()
-        self.states = self.run.states_in(self.index.stored, self.given.model_keys())
+        self.states = self.run.states_in([*self.index.stored, *self.saved.damaged], self.given.model_keys())
         # Of tied names one has the states: the first as the checkpoint sorts them.
         owners = self.saved.run.names
         self.owner_of = {name: other for names in self.run.tied or () for other in names if other in owners for name in names}
@@ -124,7 +136,7 @@ class _Planner:
         piece = piece_of(key, weight)
         if self.options.cast and self.index.dtypes.get(key) in _LOW_PRECISION:
             master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
-            if master in self.states_of(key) and self.index.dtypes[master] == piece.dtype:
+            if master in self.states_of(key) and self.index.dtypes.get(master) == piece.dtype:
                 return Target(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
         return Target(key, piece, weight.local_tensor)
 
@@ -161,6 +173,7 @@ class _Planner:
         stored = {name for name in stepper.names if self.states_of(name)}
         # Of what stock Paddle saved, only the states tell what was in an optimizer.
         new = {name for name in stepper.names - self.run.names if self.run.tied is not None or name not in self.index}
+        new |= self._lost_without_a_trace(stepper, stored)
         # Where a model is given its keys say so too.
         self.expected |= {name for name in new if name not in self.index}
         self._plan_new_parameters(stepper, new)
@@ -182,6 +195,12 @@ class _Planner:
         self.targets += [self._state_target(key, weight) for key, weight in loading.weights.items()]
         self.state_loads.append(loading)
 
+    def _lost_without_a_trace(self, stepper: Stepper, stored: Collection[str]) -> set[str]:
+        """Return the parameters that must have had states, of which a damaged checkpoint doesn't even have the names."""
+        if not (self.saved.damaged and entry_of(stepper.optimizer).states):
+            return set()
+        return {name for name in stepper.names & self.run.with_gradient if name not in stored}
+
     def _begin_load(self, stepper: Stepper, stored: Collection[str]) -> StateLoad | None:
         try:
             return self.wanted.sharding.begin_load(stepper.optimizer, stepper.parameters, stored)
@@ -200,7 +219,7 @@ class _Planner:
                 refused.append(name)
         if refused:
             self.others.append(
-                f"{len(refused)} parameters of the optimizer were in no optimizer when it was saved: {listing(refused)}; "
+                f"{len(refused)} parameters of the optimizer have no states in it, or were in no optimizer then: {listing(refused)}; "
                 f"give it the same parameters, or start their states afresh with allow_missing=['{refused[0]}.*', ...]"
             )
 
@@ -223,7 +242,7 @@ class _Planner:
             )
         return restarted
 
-    def finish(self, mapped: dict[str, str], unused: list[str]) -> LoadPlan:
+    def finish(self, mapped: dict[str, str], unused: list[str], damaged: dict[str, str]) -> LoadPlan:
         """Plan the reads, judge them, and return the plan."""
         used_owners = {self.owner_of.get(name, name) for one in self.wanted.steppers for name in one.names}
         restarted = {self.owner_of.get(name, name) for name in self.started_afresh}
@@ -256,6 +275,7 @@ class _Planner:
             mapped,
             self.tied if self.options.copy_tied else [],
             unused,
+            damaged,
         )
 
     def _stored_piece(self, target: Target) -> Piece:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import paddle
 
 from ..host_memory import destinations
+from ..meeting import digest_of
 from ..pieces import Piece
 from ..saved_run import SavedRun
 from ..shardings import StateLoad
@@ -62,6 +63,7 @@ class LoadPlan:
         mapped: see there.
         copied_tied: see there.
         unused_prefixes: entries of ``key_map`` that nothing needed.
+        damaged: see there.
     """
 
     index: CheckpointIndex
@@ -78,6 +80,11 @@ class LoadPlan:
     mapped: dict[str, str]
     copied_tied: list[str]
     unused_prefixes: list[str]
+    damaged: dict[str, str]
+
+    def digest(self) -> str:
+        """Return a digest that two ranks have alike only where they see the same checkpoint, with the same damage."""
+        return digest_of(repr((self.index.digest(), sorted(self.damaged))))
 
     def read(self) -> None:
         """Read everything into its place."""

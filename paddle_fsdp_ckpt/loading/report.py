@@ -83,6 +83,8 @@ class LoadReport:
         casts: what was converted, as ``cast`` allows.
         mapped: name of a parameter or buffer -> its name in the checkpoint, where ``key_map`` made them differ.
         copied_tied: in words, what is tied on one side only and was copied, as ``copy_tied`` allows.
+        damaged: key or file of the checkpoint, as it names them -> in words, why it could not be loaded, as ``salvage`` allows. Where
+            that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings.
         unused_options: patterns and entries of ``key_map`` that nothing needed; perhaps they are misspelt.
     """
 
@@ -101,6 +103,7 @@ class LoadReport:
     casts: list[CastKey] = field(default_factory=list)
     mapped: dict[str, str] = field(default_factory=dict)
     copied_tied: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
     unused_options: list[str] = field(default_factory=list)
 
     @property
@@ -115,6 +118,7 @@ class LoadReport:
             or self.casts
             or self.mapped
             or self.copied_tied
+            or self.damaged
         )
 
     def __str__(self) -> str:
@@ -134,6 +138,7 @@ class LoadReport:
             ("keys converted", [str(one) for one in self.casts]),
             ("names that differ in the checkpoint", [f"'{name}' is '{other}' there" for name, other in self.mapped.items()]),
             ("tied on one side only, and copied", self.copied_tied),
+            ("damaged, and not loaded", [f"'{name}': {why}" for name, why in self.damaged.items()]),
             ("settings differ", self.differences),
             ("parameters without a gradient so far, and without state", self.without_state),
             ("options not needed", self.unused_options),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..saved_run import SavedRun
@@ -19,11 +19,13 @@ class RenamedCheckpoint:
     Attributes:
         index: where its values lie; keys that no object has keep their names.
         run: what it says about its run.
+        damaged: keys that it had, and of which it has no whole values any more.
         original: new name -> the key that the checkpoint has, where they differ.
     """
 
     index: CheckpointIndex
     run: SavedRun
+    damaged: frozenset[str]
     original: Mapping[str, str]
 
     def original_key(self, key: str) -> str:
@@ -31,24 +33,26 @@ class RenamedCheckpoint:
         return self.original.get(key, key)
 
 
-def rename_checkpoint(index: CheckpointIndex, run: SavedRun, names: Mapping[str, str]) -> RenamedCheckpoint:
+def rename_checkpoint(index: CheckpointIndex, run: SavedRun, damaged: Iterable[str], names: Mapping[str, str]) -> RenamedCheckpoint:
     """Give a checkpoint's keys, and the states of its parameters, the names of the objects.
 
     Args:
         index: of the checkpoint.
         run: what it says about its run.
+        damaged: keys that it had, and that are not in the index.
         names: name of each parameter and buffer of the objects -> its name in the checkpoint.
     """
     if all(name == other for name, other in names.items()):
-        return RenamedCheckpoint(index, run, {})
+        return RenamedCheckpoint(index, run, frozenset(damaged), {})
     rename = _renaming(names)
-    new = {key: rename(key) for key in index.stored}
+    new = {key: rename(key) for key in (*index.stored, *damaged)}
     renamed = replace(
         index,
         dtypes={new[key]: dtype for key, dtype in index.dtypes.items()},
         stored={new[key]: pieces for key, pieces in index.stored.items()},
     )
-    return RenamedCheckpoint(renamed, run.renamed(rename), {other: key for key, other in new.items() if key != other})
+    original = {other: key for key, other in new.items() if key != other}
+    return RenamedCheckpoint(renamed, run.renamed(rename), frozenset(new[key] for key in damaged), original)
 
 
 def _renaming(names: Mapping[str, str]) -> Callable[[str], str]:

@@ -23,6 +23,9 @@ from safetensors.numpy import load_file
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, MismatchError, TargetExistsError
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.safetensors_files import INDEX_NAME
+from paddle_fsdp_ckpt.pieces import Piece
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 Ranks = Callable[[int], RankPool]
 
@@ -283,6 +286,33 @@ def test_damage_is_found_on_the_way(tmp_path: Path, ranks: Ranks) -> None:
     assert os.listdir(tmp_path) == ["saved"]
 
 
+def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    path.mkdir()
+    piece = Piece("w", "float32", (6,), (0,), (6,))
+    records = [write_rank_file(path / rank_file_name(rank), [(piece, np.full(6, rank, np.float32).data)]) for rank in range(2)]
+    (path / MANIFEST_NAME).write_text(Manifest(3, 2, utc_now(), {}, [], None, tuple(records)).to_json())
+    with pytest.raises(CorruptCheckpointError, match="hold different values for the same elements"):
+        export_huggingface(path, tmp_path / "model", recipe="none")
+
+
+def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    path.mkdir()
+    arrays = {"a": np.ones(3, np.int8), "b": np.ones(3, np.float64), "c": np.ones(3, np.float16), "d": np.ones((), np.float32)}
+    records = []
+    for rank, (name, array) in enumerate(arrays.items()):
+        piece = Piece(name, str(array.dtype), array.shape, (0,) * array.ndim, array.shape)
+        records.append(write_rank_file(path / rank_file_name(rank), [(piece, array.data)]))
+    (path / MANIFEST_NAME).write_text(Manifest(3, 4, utc_now(), {}, [], None, tuple(records)).to_json())
+    export_huggingface(path, tmp_path / "model", recipe="none")
+    assert_equal(read_model(tmp_path / "model"), arrays)
+    data = (tmp_path / "model" / "model-00001-of-00001.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert all((8 + length + header[name]["data_offsets"][0]) % array.itemsize == 0 for name, array in arrays.items())
+
+
 def test_nothing_is_written_over(tmp_path: Path, ranks: Ranks) -> None:
     ranks(1).run(made_models.save_model, str(tmp_path / "saved"), SMALL)
     out = tmp_path / "model"
@@ -340,7 +370,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, ranks: Ranks) -> None:
     assert os.listdir(tmp_path) == ["saved"]
 
 
-LARGE = {"wide.weight": (2560, 4096), "tall.weight": (4096, 1280), "flat.weight": (10_000_000,)}
+LARGE = {"wide.weight": (2560, 4096), "tall.weight": (4096, 2560), "flat.weight": (5_000_000,)}
 
 
 def test_memory_stays_below_the_largest_tensor(tmp_path: Path, ranks: Ranks) -> None:

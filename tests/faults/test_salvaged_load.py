@@ -1,0 +1,87 @@
+"""Of a damaged checkpoint, what is intact is loaded where that is said, and what is not is named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import salvage_cases as cases
+from harness import RankPool
+
+from paddle_fsdp_ckpt.storage.index import read_index
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, rank_pools: object) -> tuple[Path, dict[str, np.ndarray]]:
+    path = tmp_path_factory.mktemp("salvage") / "saved"
+    values = rank_pools.pool(2).run(cases.save, str(path))[0]  # type: ignore[attr-defined]
+    return path, values
+
+
+def damaged(saved: Path, target: Path, key: str) -> str:
+    """Copy a checkpoint, and flip a bit in the middle of the first piece of ``key``."""
+    shutil.copytree(saved, target)
+    piece, name, offset = next(iter(read_index(target).pieces(key)))
+    data = bytearray((target / name).read_bytes())
+    data[offset + 2 * piece.numel] ^= 4
+    (target / name).write_bytes(data)
+    return str(target)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_damaged_state_starts_afresh(saved: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, ranks: Ranks, world_size: int) -> None:
+    path = damaged(saved[0], tmp_path / "damaged", "second.weight.moment1_0")
+    pool = ranks(world_size)
+    for said in pool.run(cases.load_badly_unsalvaged, path):
+        assert "is damaged between bytes" in said
+    for said in pool.run(cases.load_badly_salvaged, path, []):
+        assert said.startswith("MismatchError")
+        assert "1 missing from the checkpoint: 'second.weight.moment1_0'" in said
+    for said in pool.run(cases.load_badly_salvaged, path, ["*.moment1_0"]):
+        assert "half a state is of no use" in said
+    for report, values in pool.run(cases.load_intact, path, ["second.weight.*"]):
+        assert list(report.damaged) == ["second.weight.moment1_0"]
+        assert report.started_afresh == ["second.weight"]
+        assert not report.missing
+        assert not report.is_exact
+        assert report.step == 5
+        right = {key: value for key, value in saved[1].items() if not key.startswith("second.weight.")}
+        assert values.keys() == right.keys()
+        for key, value in right.items():
+            np.testing.assert_array_equal(values[key], value, err_msg=key)
+
+
+def test_a_damaged_weight_is_left_as_it_was(saved: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, ranks: Ranks) -> None:
+    path = damaged(saved[0], tmp_path / "damaged", "first.weight")
+    for report, values in ranks(2).run(cases.load_intact, path, ["first.weight"]):
+        assert report.missing == ["first.weight"]
+        assert list(report.damaged) == ["first.weight"]
+        np.testing.assert_array_equal(values["second.weight"], saved[1]["second.weight"])
+        np.testing.assert_array_equal(values["first.weight"], saved[1]["first.weight"] + 100.0)
+        np.testing.assert_array_equal(values["first.weight.moment2_0"], saved[1]["first.weight.moment2_0"])
+
+
+def test_a_file_that_is_lost_takes_states_with_it_that_nobody_can_name(
+    saved: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, ranks: Ranks
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(saved[0], path)
+    (path / "1_0.safetensors").unlink()
+    for said in ranks(2).run(cases.load_badly_salvaged, str(path), ["second.weight"]):
+        assert "have no states in it" in said or "'second.weight." in said
+    for report, values in ranks(2).run(cases.load_intact, str(path), ["*"]):
+        assert "1_0.safetensors" in report.damaged
+        assert "second.weight" in report.started_afresh
+        assert not any(key.startswith("second.weight.") for key in values)
+
+
+def test_of_an_intact_one_everything_is_loaded(saved: tuple[Path, dict[str, np.ndarray]], ranks: Ranks) -> None:
+    for report, values in ranks(2).run(cases.load_intact, str(saved[0]), []):
+        assert report.is_exact
+        for key, value in saved[1].items():
+            np.testing.assert_array_equal(values[key], value, err_msg=key)
