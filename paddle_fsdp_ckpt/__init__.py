@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .fsdp import local_parameters
     from .gather import full_optimizer_state_dict, full_state_dict, iter_full_parameters, parameter_versions
     from .loading import LoadReport, load
+    from .manager import CheckpointEvent, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepNewestOfEach, RestoreReport
     from .optim import bind_grad_scaler, bind_optimizer, register_optimizer, repair_paddle_runtime, split_weight_decay
     from .requirements import PaddleRequiredError
     from .saving import save
@@ -39,13 +40,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "CheckpointEvent",
+    "CheckpointManager",
     "CorruptCheckpointError",
     "IncompleteCheckpointError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepNewestOfEach",
     "LoadReport",
     "MismatchError",
     "NewerFormatError",
     "PaddleRequiredError",
     "RankFailedError",
+    "RestoreReport",
     "SalvageReport",
     "ShardingError",
     "TargetExistsError",
@@ -78,6 +86,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "CheckpointEvent": "manager",
+    "CheckpointManager": "manager",
+    "KeepBest": "manager",
+    "KeepEvery": "manager",
+    "KeepLast": "manager",
+    "KeepNewestOfEach": "manager",
+    "RestoreReport": "manager",
     "CheckpointError": "errors",
     "CorruptCheckpointError": "errors",
     "IncompleteCheckpointError": "errors",
@@ -117,7 +132,7 @@ _MODULES = {
 }
 """Where each public name lives."""
 
-_NEED_PADDLE = {"fsdp", "gather", "loading", "optim", "saving", "scatter", "state_dict", "training", "unsharding"}
+_NEED_PADDLE = {"fsdp", "gather", "loading", "manager", "optim", "saving", "scatter", "state_dict", "training", "unsharding"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import CheckpointError, RankFailedError
-from .rendezvous import open_rendezvous
+from .rendezvous import OneRank, StoreRendezvous, open_rendezvous
 from .shardings import group_of
-from .storage.agreement import COORDINATOR, Rendezvous
+from .storage.agreement import COORDINATOR
 from .storage.format import JsonValue
 
 
-def open_meeting(model: object, optimizers: Sequence[object]) -> tuple[Rendezvous, str]:
+def open_meeting(model: object, optimizers: Sequence[object]) -> tuple[StoreRendezvous | OneRank, str]:
     """Return where the ranks over which the objects are sharded meet, and a token for this meeting.
 
     Whatever the objects are: what is wrong with them must be said at the meeting.

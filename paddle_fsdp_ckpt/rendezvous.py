@@ -10,10 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import paddle.distributed as dist
-
-from .storage.agreement import Rendezvous
+from paddle.base import core
 
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.05
@@ -22,13 +22,52 @@ _LONGEST_PAUSE_SECONDS = 0.05
 class StoreRendezvous:
     """A :class:`~paddle_fsdp_ckpt.storage.agreement.Rendezvous` over the TCPStore that Paddle made for the job."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        from paddle.base import core
-
+    def __init__(self, rank: int, world_size: int, store: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store = core.create_or_get_global_tcp_store()
-        _send_without_delay(_master_ports())
+        self._store = core.create_or_get_global_tcp_store() if store is None else store
+        _send_without_delay({address[1] for address in _master_addresses()})
+
+    def with_own_connection(self) -> StoreRendezvous:
+        """Return the same ranks' rendezvous over a new connection, for another thread.
+
+        A connection of Paddle 3.3.1's store mixes up the answers of two threads that use it at once, and Paddle itself uses the job's one.
+
+        Raises:
+            ConnectionError: the store can't be reached, or its address is not in the environment.
+        """
+        for host, port in _master_addresses():
+            with _named_errors():
+                # A world of 0: nobody waits for this connection.
+                return StoreRendezvous(self.rank, self.world_size, core.TCPStore(host, port, False, 0))
+        raise ConnectionError("PADDLE_MASTER, MASTER_ADDR and PADDLE_TRAINER_ENDPOINTS don't say where the job's store listens; set one")
+
+    def count(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, 0 at first, and return the sum.
+
+        Raises:
+            ConnectionError: the store is gone.
+        """
+        with _named_errors():
+            return int(self._store.add(key, amount))
+
+    def write(self, key: str, value: bytes) -> None:
+        """Set ``key``, set before or not.
+
+        Raises:
+            ConnectionError: the store is gone.
+        """
+        with _named_errors():
+            self._store.set(key, value)
+
+    def read(self, key: str) -> bytes:
+        """Return what is under ``key`` now; it must be set.
+
+        Raises:
+            ConnectionError: the store is gone.
+        """
+        with _named_errors():
+            return bytes(self._store.get(key))
 
     def put(self, key: str, value: bytes) -> None:
         """Set ``key``, which is not set yet.
@@ -81,15 +120,15 @@ def _named_errors() -> Iterator[None]:
         ) from error
 
 
-def _master_ports() -> set[int]:
-    """Return the ports at which, by the environment that Paddle's launcher sets, the job's store may listen."""
+def _master_addresses() -> list[tuple[str, int]]:
+    """Return host and port where, by the environment that Paddle's launcher sets, the job's store may listen; the likeliest first."""
     endpoints = [
+        f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
         os.environ.get("PADDLE_MASTER", ""),
-        f":{os.environ.get('MASTER_PORT', '')}",
         os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").partition(",")[0],
     ]
-    ports = [endpoint.rpartition(":")[2] for endpoint in endpoints]
-    return {int(port) for port in ports if port.isdigit()}
+    pairs = [endpoint.rpartition(":")[::2] for endpoint in endpoints]
+    return [(host, int(port)) for host, port in pairs if host and port.isdigit()]
 
 
 def _send_without_delay(ports: Collection[int]) -> None:
@@ -115,6 +154,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
 
     def put(self, key: str, value: bytes) -> None:
         """Set ``key``."""
@@ -123,6 +163,23 @@ class OneRank:
     def forget(self, key: str) -> None:
         """Free the memory of what was put under ``key``."""
         self._values.pop(key, None)
+
+    def with_own_connection(self) -> OneRank:
+        """Return another one: there is nobody to meet."""
+        return OneRank()
+
+    def count(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, 0 at first, and return the sum."""
+        self._counts[key] += amount
+        return self._counts[key]
+
+    def write(self, key: str, value: bytes) -> None:
+        """Set ``key``, set before or not."""
+        self._values[key] = value
+
+    def read(self, key: str) -> bytes:
+        """Return what is under ``key``; it must be set."""
+        return self._values[key]
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """Return what was put under ``key``.
@@ -139,7 +196,7 @@ class OneRank:
 _USES: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
-def open_rendezvous(group: dist.communication.group.Group | None) -> tuple[Rendezvous, str]:
+def open_rendezvous(group: dist.communication.group.Group | None) -> tuple[StoreRendezvous | OneRank, str]:
     """Return the rendezvous of a group's ranks (None: this process alone), and a token that no other use of it in the job has.
 
     All ranks of the group must call this equally often.

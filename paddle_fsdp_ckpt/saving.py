@@ -7,10 +7,11 @@ import operator
 import os
 import warnings
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import paddle
 from paddle import nn
@@ -24,14 +25,15 @@ from .optim import optimizer_list
 from .pieces import Piece
 from .saved_run import describe_optimizer
 from .state_dict import weights_to_store
-from .storage.agreement import COORDINATOR, exchange
+from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.flex import piece_of, write_paddle_metadata
 from .storage.format import FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import read_headers
 from .storage.plan import check_complete
+from .storage.reserved_keys import bytes_piece, check_not_reserved
 from .storage.writer import estimate_nbytes, write_rank_file
-from .subjects import Subjects, check_subjects
+from .subjects import check_subjects
 from .version import __version__
 
 
@@ -66,32 +68,170 @@ def save(
     """
     optimizers = optimizer_list(optimizer)
     rendezvous, token = open_meeting(model, optimizers)
-    prepared: list[_Saving] = []
+    prepared = prepare_save(
+        path,
+        rendezvous,
+        token,
+        model=model,
+        optimizers=optimizers,
+        step=step,
+        extra_state=extra_state,
+        overwrite=overwrite,
+        timeout_seconds=timeout_seconds,
+    )
+    commit_save(prepared, list(prepared.contents()), rendezvous)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint holds beside a model and its optimizers.
+
+    Attributes:
+        data: reserved key -> bytes in this rank's file; each key on one rank only.
+        sharded: reserved key -> this rank's part of a tensor. Who holds all of one holds the same as all others, and rank 0 stores it.
+    """
+
+    data: dict[str, bytes] = field(default_factory=dict)
+    sharded: dict[str, ShardedWeight] = field(default_factory=dict)
+
+
+Contents: TypeAlias = "list[tuple[Piece, memoryview]]"
+"""What one rank's file is to hold."""
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """A save that all ranks agreed on; nothing of it is written yet.
+
+    Attributes:
+        target: the checkpoint directory.
+        tensors: what this rank's file is to hold, as the live tensors.
+        data: the same of what is bytes already.
+        manifest: without its files.
+        token: for the commit.
+        overwrite: see :func:`save`; so is the rest.
+        timeout_seconds: see there.
+    """
+
+    target: Path
+    tensors: list[tuple[Piece, paddle.Tensor]]
+    data: Contents
+    manifest: Manifest
+    token: str
+    overwrite: bool
+    timeout_seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes this rank is about to write, about."""
+        return estimate_nbytes(self.pieces())
+
+    def pieces(self) -> list[Piece]:
+        """Return what this rank's file is to hold."""
+        return [piece for piece, _ in self.tensors] + [piece for piece, _ in self.data]
+
+    def contents(self) -> Iterator[tuple[Piece, memoryview]]:
+        """Yield the same with its bytes: the tensors' own memory, where that is on the host; else copies."""
+        for piece, tensor in self.tensors:
+            yield piece, bytes_of(tensor)
+        yield from self.data
+
+
+def prepare_save(
+    path: str | os.PathLike[str],
+    rendezvous: Rendezvous,
+    token: str,
+    *,
+    model: nn.Layer | None,
+    optimizers: Sequence[Any],
+    step: object,
+    extra_state: JsonValue,
+    overwrite: bool,
+    timeout_seconds: float,
+    keep: Callable[[], Kept] = Kept,
+) -> PreparedSave:
+    """Check, together with all other ranks, that a save can begin, and describe it as it is now. Nothing is written.
+
+    Args:
+        path: see :func:`save` for this and all that isn't here.
+        rendezvous: the ranks.
+        token: for this save.
+        model: the model.
+        optimizers: a list.
+        step: the number.
+        extra_state: for the manifest.
+        overwrite: or not.
+        timeout_seconds: at each point.
+        keep: returns what the checkpoint is to hold beside; what it raises is raised on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, where any failed.
+    """
+    prepared: list[PreparedSave] = []
 
     def prepare() -> JsonValue:
-        saving = _prepare(path, model, optimizers, step, extra_state, rendezvous.rank)
-        prepared.append(saving)
-        extra = digest_of(json.dumps(extra_state, sort_keys=True))
-        return [str(saving.target), saving.subjects.digest(), saving.step, overwrite, extra, _buffer_checksums(model)]
-
-    exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
-    saving = prepared[0]
-
-    def write_files(directory: Path) -> FileRecord:
-        held = [(piece, bytes_of(saving.weights[piece.key].local_tensor)) for piece in saving.pieces]
-        return write_rank_file(directory / rank_file_name(rendezvous.rank), held)
-
-    def build_manifest(files: Sequence[FileRecord]) -> Manifest:
-        return Manifest(
-            step=saving.step,
+        target = absolute_path(path)
+        if model is None:
+            raise CheckpointError("save: give the model; a checkpoint of an optimizer alone can't be told from a broken one")
+        subjects = check_subjects(model, optimizers)
+        try:
+            check_json(extra_state, "extra_state")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"nothing was saved: {error}") from error
+        runtime = runtime_of(model)
+        if runtime is not None and runtime.gradients_pending:
+            warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=5)
+        weights = weights_to_store(subjects, rendezvous.rank)
+        check_not_reserved(weights)
+        kept = keep()
+        whole = sorted(
+            key
+            for key, weight in kept.sharded.items()
+            if tuple(weight.local_shape) == tuple(weight.global_shape) and not weight.is_flattened
+        )
+        weights |= {key: weight for key, weight in kept.sharded.items() if rendezvous.rank == COORDINATOR or key not in whole}
+        manifest = Manifest(
+            step=_check_step(step),
             world_size=rendezvous.world_size,
             created=utc_now(),
             versions={"paddle": paddle.__version__, "paddle_fsdp_ckpt": __version__},
-            optimizers=[describe_optimizer(one) for one in saving.subjects.steppers],
-            extra_state=extra_state,
-            files=tuple(files),
-            tied=tuple(tuple(names) for names in saving.subjects.tied()),
+            optimizers=[describe_optimizer(one) for one in subjects.steppers],
+            extra_state=deepcopy(extra_state),
+            files=(),
+            tied=tuple(tuple(names) for names in subjects.tied()),
         )
+        tensors = [(piece_of(key, weight), weight.local_tensor) for key, weight in weights.items()]
+        data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
+        prepared.append(PreparedSave(target, tensors, data, manifest, token, overwrite, timeout_seconds))
+        extra = digest_of(json.dumps([extra_state, whole], sort_keys=True))
+        return [str(target), subjects.digest(), manifest.step, overwrite, extra, _buffer_checksums(model)]
+
+    exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
+    return prepared[0]
+
+
+def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvous) -> int:
+    """Write a prepared save and make it visible. No Paddle collective runs here, so that it may be called from another thread.
+
+    Args:
+        prepared: on all ranks the same save.
+        contents: what :meth:`PreparedSave.contents` yielded, or copies of it.
+        rendezvous: of the same ranks; another connection where this is another thread.
+
+    Returns:
+        How many bytes all ranks' files have, on rank 0; 0 elsewhere.
+
+    Raises:
+        CheckpointError: as :func:`save`.
+    """
+    written: list[FileRecord] = []
+
+    def write_files(directory: Path) -> FileRecord:
+        return write_rank_file(directory / rank_file_name(rendezvous.rank), contents)
+
+    def build_manifest(files: Sequence[FileRecord]) -> Manifest:
+        written[:] = files
+        return replace(prepared.manifest, files=tuple(files))
 
     def complete(staging: Path, files: Sequence[FileRecord]) -> None:
         index = read_headers(staging, build_manifest(files))
@@ -99,45 +239,17 @@ def save(
         write_paddle_metadata(staging, index)
 
     commit_checkpoint(
-        saving.target,
+        prepared.target,
         rendezvous,
         write_files=write_files,
         build_manifest=build_manifest,
-        nbytes=estimate_nbytes(saving.pieces),
+        nbytes=prepared.nbytes,
         before_manifest=complete,
-        token=token,
-        overwrite=overwrite,
-        timeout_seconds=timeout_seconds,
+        token=prepared.token,
+        overwrite=prepared.overwrite,
+        timeout_seconds=prepared.timeout_seconds,
     )
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """What one rank is about to save, and where."""
-
-    target: Path
-    subjects: Subjects
-    step: int | None
-    weights: dict[str, ShardedWeight]
-    pieces: list[Piece]
-
-
-def _prepare(
-    path: str | os.PathLike[str], model: nn.Layer | None, optimizers: Sequence[Any], step: object, extra_state: JsonValue, rank: int
-) -> _Saving:
-    target = absolute_path(path)
-    if model is None:
-        raise CheckpointError("save: give the model; a checkpoint of an optimizer alone can't be told from a broken one")
-    subjects = check_subjects(model, optimizers)
-    try:
-        check_json(extra_state, "extra_state")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"nothing was saved: {error}") from error
-    runtime = runtime_of(model)
-    if runtime is not None and runtime.gradients_pending:
-        warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=4)
-    weights = weights_to_store(subjects, rank)
-    return _Saving(target, subjects, _check_step(step), weights, [piece_of(key, weight) for key, weight in weights.items()])
+    return sum(record.size for record in written)
 
 
 def _check_step(step: Any) -> int | None:

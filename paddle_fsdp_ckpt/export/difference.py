@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -126,11 +126,11 @@ def compare(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Diffe
     common = [key for key in first.stored if key in second]
     shapes = [FactDifference(key, list(first.global_shape(key)), list(second.global_shape(key))) for key in common]
     shapes = [difference for difference in shapes if difference.one != difference.other]
-    comparable = sorted(set(common).difference(difference.what for difference in shapes))
+    incomparable = {difference.what for difference in shapes}
+    comparable = [key for key in common if key not in incomparable]
     for index in (first, second):
         check_values(index, comparable)
-    found = [_compare_values(first, second, key) for key in comparable]
-    values = [difference for difference in found if difference.differing]
+    values = [difference for difference in _compare_values(first, second, comparable) if difference.differing]
     return Difference(
         first.path,
         second.path,
@@ -144,12 +144,12 @@ def compare(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Diffe
     )
 
 
-def _compare_values(first: CheckpointIndex, second: CheckpointIndex, key: str) -> ValueDifference:
-    found = ValueDifference(key, whole_piece(first, key).numel)
-    dtypes = first.dtypes[key], second.dtypes[key]
-    parts = (iter_values(index, [whole_piece(index, key)]) for index in (first, second))
+def _compare_values(first: CheckpointIndex, second: CheckpointIndex, keys: Sequence[str]) -> list[ValueDifference]:
+    found = [ValueDifference(key, whole_piece(first, key).numel) for key in keys]
+    parts = (iter_values(index, [whole_piece(index, key) for key in keys]) for index in (first, second))
     for one, other in zip(*parts, strict=True):
-        found = _add(found, one, other, dtypes)
+        dtypes = first.dtypes[keys[one.number]], second.dtypes[keys[one.number]]
+        found[one.number] = _add(found[one.number], one, other, dtypes)
     return found
 
 

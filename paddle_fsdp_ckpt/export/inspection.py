@@ -249,6 +249,8 @@ def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection
         raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(index.stored)}")
     problems = plan_read(index, [whole_piece(index, key) for key in index.stored], ()).problems.uncovered
     broken = {problem.key for problem in problems}
+    readable = [key for key in chosen if statistics and key not in broken]
+    of_values = dict(zip(readable, statistics_of(index, [whole_piece(index, key) for key in readable]), strict=True))
     return Inspection(
         path,
         "a checkpoint of stock Paddle" if manifest is None else f"a checkpoint of format version {manifest.format_version}",
@@ -261,7 +263,7 @@ def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection
         tuple(_amounts(index, kinds)),
         contents.tied or (),
         () if manifest is None else tuple(_optimizer(one) for one in manifest.optimizers),
-        tuple(_describe(index, key, kinds[key], statistics=statistics and key not in broken) for key in chosen),
+        tuple(_describe(index, key, kinds[key], of_values.get(key)) for key in chosen),
         tuple(str(problem) for problem in problems),
     )
 
@@ -292,9 +294,8 @@ def _optimizer(value: JsonValue) -> Optimizer:
     return Optimizer(str(fields.get("class")), described, fields.get("learning_rate"))
 
 
-def _describe(index: CheckpointIndex, key: str, kind: str, *, statistics: bool) -> KeyDescription:
-    found = statistics_of(index, whole_piece(index, key)) if statistics else None
-    return KeyDescription(key, kind, index.dtypes[key], index.global_shape(key), tuple(_ranges(index, key)), found)
+def _describe(index: CheckpointIndex, key: str, kind: str, statistics: Statistics | None) -> KeyDescription:
+    return KeyDescription(key, kind, index.dtypes[key], index.global_shape(key), tuple(_ranges(index, key)), statistics)
 
 
 def _ranges(index: CheckpointIndex, key: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,27 +32,33 @@ class Statistics:
     infinite: int
 
 
-def statistics_of(index: CheckpointIndex, piece: Piece) -> Statistics:
-    """Read a piece's values, and say what they are like.
+def statistics_of(index: CheckpointIndex, pieces: Sequence[Piece]) -> list[Statistics]:
+    """Read the values of pieces, and say what those of each are like.
 
     Raises:
         What :func:`~.values.iter_values` raises.
     """
-    minima, maxima = [], []
-    total, finite, nan, infinite = 0.0, 0, 0, 0
-    for part in iter_values(index, [piece]):
-        values = as_float64(part.values, piece.dtype)
+    found = [Statistics(None, None, None, 0, 0)] * len(pieces)
+    totals, counts = [0.0] * len(pieces), [0] * len(pieces)
+    for part in iter_values(index, pieces):
+        values = as_float64(part.values, pieces[part.number].dtype)
         numbers = values[~np.isnan(values)]
-        inside = numbers[np.isfinite(numbers)]
-        nan += len(values) - len(numbers)
-        infinite += len(numbers) - len(inside)
-        finite += len(inside)
-        total += float(inside.sum())
-        if len(numbers):
-            minima.append(float(numbers.min()))
-            maxima.append(float(numbers.max()))
-    mean = total / finite if finite else None
-    return Statistics(min(minima, default=None), max(maxima, default=None), mean, nan, infinite)
+        finite = numbers[np.isfinite(numbers)]
+        totals[part.number] += float(finite.sum())
+        counts[part.number] += len(finite)
+        so_far = found[part.number]
+        found[part.number] = Statistics(
+            min(_both(so_far.minimum, numbers.min(initial=np.inf), len(numbers)), default=None),
+            max(_both(so_far.maximum, numbers.max(initial=-np.inf), len(numbers)), default=None),
+            totals[part.number] / counts[part.number] if counts[part.number] else None,
+            so_far.nan + len(values) - len(numbers),
+            so_far.infinite + len(numbers) - len(finite),
+        )
+    return found
+
+
+def _both(so_far: float | None, new: float, count: int) -> list[float]:
+    return ([] if so_far is None else [so_far]) + ([float(new)] if count else [])
 
 
 def as_float64(values: Array, dtype: str) -> Array:

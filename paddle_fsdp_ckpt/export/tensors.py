@@ -16,13 +16,14 @@ from ..storage.index import CheckpointIndex
 from ..storage.plan import FLOATING_DTYPES
 from .recipes.rules import TensorSource
 from .safetensors_files import OutputTensor
-from .values import BATCH_NUMEL, Array, copy_transposed, iter_values, read_values
+from .values import BATCH_NUMEL, Array, copy_transposed, iter_values, read_pieces
 
 
 class TensorReader:
     """Reads the tensors of one checkpoint.
 
-    It keeps the last slab that was transposed, since the parts of a fused one come one after another.
+    It keeps the last slab that was read whole, since the parts of a fused one come one after another; small slabs are read together with
+    those that are to be written next.
 
     Args:
         index: of the checkpoint.
@@ -38,10 +39,15 @@ class TensorReader:
         self._index = index
         self._dtype = dtype
         self._overflows: dict[str, int] = {}
-        self._slab: tuple[Piece, Array] | None = None
+        self._slabs: dict[Piece, Array] = {}
+        self._positions: dict[Piece, int] = {}
+        self._order: list[Piece] = []
 
     def output(self, source: TensorSource) -> OutputTensor:
         """Return a tensor as it is to be written; its values are read when they are."""
+        if source.slab not in self._positions:
+            self._positions[source.slab] = len(self._order)
+            self._order.append(source.slab)
         stored = source.slab.dtype
         dtype = self._dtype if self._dtype is not None and stored in FLOATING_DTYPES else stored
         return OutputTensor(source.name, dtype, source.shape, source.numel * DTYPE_NBYTES[dtype], lambda: self._blocks(source, dtype))
@@ -70,6 +76,10 @@ class TensorReader:
 
     def _as_stored(self, source: TensorSource) -> Iterator[Array]:
         row = source.numel // max(1, sum(one.numel for one in source.ranges))
+        if source.slab.numel <= BATCH_NUMEL:
+            values = self._read_slab(source.slab)
+            yield from (values[one.start * row : one.stop * row] for one in source.ranges)
+            return
         pieces = [replace(source.slab, flat_range=Range(one.start * row, one.stop * row)) for one in source.ranges]
         for part in iter_values(self._index, pieces):
             yield part.values
@@ -85,7 +95,19 @@ class TensorReader:
                 yield block
 
     def _read_slab(self, slab: Piece) -> Array:
-        if self._slab is None or self._slab[0] != slab:
-            self._slab = None  # before the next is made
-            self._slab = slab, read_values(self._index, slab)
-        return self._slab[1]
+        if slab not in self._slabs:
+            self._slabs = {}  # before the next are made
+            batch = self._batch(slab)
+            self._slabs = dict(zip(batch, read_pieces(self._index, batch), strict=True))
+        return self._slabs[slab]
+
+    def _batch(self, first: Piece) -> list[Piece]:
+        """Return a slab and, while they are few elements together, those that come next."""
+        batch: list[Piece] = []
+        room = BATCH_NUMEL
+        for slab in self._order[self._positions[first] :]:
+            if batch and slab.numel > room:
+                break
+            batch.append(slab)
+            room -= slab.numel
+        return batch

@@ -93,9 +93,18 @@ def read_values(index: CheckpointIndex, piece: Piece) -> Array:
     Raises:
         As :func:`iter_values`.
     """
-    data = memoryview(bytearray(piece.numel * DTYPE_NBYTES[piece.dtype]))
-    _read(index, [piece], [data])
-    return as_array(data, piece.dtype)
+    return read_pieces(index, [piece])[0]
+
+
+def read_pieces(index: CheckpointIndex, pieces: Sequence[Piece]) -> list[Array]:
+    """Return all values of several pieces, each as :func:`read_values` does.
+
+    Raises:
+        As :func:`iter_values`.
+    """
+    data = [memoryview(bytearray(piece.numel * DTYPE_NBYTES[piece.dtype])) for piece in pieces]
+    _read(index, pieces, data)
+    return [as_array(one, piece.dtype) for one, piece in zip(data, pieces, strict=True)]
 
 
 def copy_transposed(source: Array, target: Array) -> None:

@@ -3,7 +3,7 @@
 from .communication import Communicator, default_group
 from .live_buffer import LiveBuffer
 from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_runtime_of
-from .parameter import ShardedParameter
+from .parameter import ShardedParameter, is_elementwise_regularizer
 from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharding import check_model, local_parameters, shard_model, unshard_model
@@ -24,6 +24,7 @@ __all__ = [
     "check_names",
     "default_group",
     "dtype_name",
+    "is_elementwise_regularizer",
     "local_parameters",
     "named_buffers",
     "named_parameters",

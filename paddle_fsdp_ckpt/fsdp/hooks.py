@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
+from paddle.jit.dy2static.program_translator import StaticFunction
 
 from ..errors import ShardingError
 from .parameter import ShardedParameter
@@ -77,7 +78,11 @@ class ModelHooks:
         """Make ``units`` whole during the layer's forward and backward."""
         runtime = self._runtime
 
-        def before(_layer: nn.Layer, _inputs: Any) -> None:
+        def before(layer: nn.Layer, _inputs: Any) -> None:
+            if isinstance(layer.forward, StaticFunction):
+                raise ShardingError(
+                    f"{type(layer).__name__} was made static by paddle.jit.to_static, which can't run sharded parameters; leave it dynamic"
+                )
             runtime.begin_forward(units)
 
         def after(_layer: nn.Layer, _inputs: Any, outputs: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
+from paddle.regularizer import L1Decay, L2Decay
 
 from ..errors import ShardingError
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from .parameter_shard import ParameterShard
 
 _Tensor = core.eager.Tensor
+
+
+def is_elementwise_regularizer(value: object) -> bool:
+    """Tell whether a regularizer is known to be right on pieces of parameters: one of Paddle's, not of a class of its own, or none."""
+    return type(value) in (type(None), float, int, L1Decay, L2Decay)
 
 
 class ShardedParameter(EagerParamBase):
@@ -73,6 +79,11 @@ class ShardedParameter(EagerParamBase):
 
     @regularizer.setter
     def regularizer(self, value: Any) -> None:
+        if not is_elementwise_regularizer(value):
+            raise ShardingError(
+                f"{self._shard.describe()}: {type(value).__name__} is neither L1Decay nor L2Decay of paddle.regularizer, and would see "
+                "pieces of it"
+            )
         self.__dict__["regularizer"] = value
 
     def clear_gradient(self, set_to_zero: bool = True) -> None:

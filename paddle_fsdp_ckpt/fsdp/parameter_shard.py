@@ -32,6 +32,7 @@ class ParameterShard:
         index: its place among the model's parameters, the same on every rank.
         got_gradient: a gradient arrived on this rank and is not known to the other ranks yet.
         has_gradient: some rank got a gradient (which may have been set to zero since).
+        is_sentinel: its optimizer looks at the mark that stands for its gradient, see :meth:`is_mark_scaled`.
         changes: how often this rank's piece was, or may have been, written to.
     """
 
@@ -42,7 +43,11 @@ class ParameterShard:
         self.index = index
         self.range: Range = buffer.layout.local_range(slot, buffer.communicator.rank)
         self.got_gradient = False
-        self.has_gradient = False
+        # Of zeros, as clear_grad() leaves them; others were refused.
+        self.has_gradient = parameter.grad is not None
+        parameter.clear_gradient(False)
+        self.is_sentinel = False
+        self._is_marked = False
         self.changes = 0
         self._hook: _GradientHook | None = None
         self._filled_version = 0
@@ -166,6 +171,7 @@ class ParameterShard:
         self.unit.runtime.gradients_pending = True
         if gradient.is_selected_rows():
             _Tensor.clear_gradient(parameter, False)
+            self._is_marked = False
             self.unit.runtime.fail(
                 ShardingError(f"{self.describe()}: sparse gradients are not supported; build the embedding with sparse=False")
             )
@@ -178,8 +184,24 @@ class ParameterShard:
         """Make a mark of the tensor that Paddle keeps as the parameter's gradient; its memory is freed."""
         # Paddle's minimize reads gradients past the parameter's Python face. With none there, that of an optimizer that isn't bound
         # would do nothing, in silence.
-        gradient.get_tensor()._share_data_with(self.unit.runtime.gradient_mark(self._mark_numel).get_tensor())
+        # All may share one, save those that are looked at.
+        mark = paddle.zeros([self._mark_numel]) if self.is_sentinel else self.unit.runtime.gradient_mark(self._mark_numel)
+        gradient.get_tensor()._share_data_with(mark.get_tensor())
         _Tensor.clear_gradient(self.parameter, True)  # to zero; so the next backward replaces it, and does not add to it
+        self._is_marked = True
+        self.reset_mark()
+
+    def reset_mark(self) -> None:
+        """Let the mark of a sentinel be 1."""
+        mark = _Tensor._grad_ivar(self.parameter) if self.is_sentinel and self._is_marked else None
+        if mark is not None:
+            with paddle.no_grad():
+                mark.fill_(1.0)
+
+    def is_mark_scaled(self) -> bool:
+        """Tell whether somebody has multiplied the mark, which of a sentinel is 1."""
+        mark = _Tensor._grad_ivar(self.parameter) if self.is_sentinel and self._is_marked else None
+        return mark is not None and float(mark[0].item()) != 1.0
 
     @property
     def _mark_numel(self) -> int:
@@ -196,6 +218,8 @@ class ParameterShard:
             UnboundOptimizerError: saying what to call instead.
         """
         if gradient is not None and self._is_mark(gradient):
+            for shard in self.unit.runtime.shards:
+                shard.reset_mark()  # clipping changes them
             raise UnboundOptimizerError(
                 f"{self.describe()}: minimize, or apply_gradients, of an optimizer that is not bound to the model can't see its gradient; "
                 "call bind_optimizer(opt), or opt.step() inside `with paddle_fsdp_ckpt.local_parameters(model):`"

@@ -6,6 +6,7 @@ reaches a layer's outputs, an optimizer steps. A journal of the order is compare
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,10 +106,19 @@ class Runtime:
         """Raise where an optimizer reads gradients that is not bound, as it would step parameters that hold no data.
 
         Raises:
-            UnboundOptimizerError: it is not bound, and the parameter is not this rank's piece at the moment either.
+            UnboundOptimizerError: it is not bound, and the parameter is not this rank's piece at the moment either, or pieces are not
+                enough for it.
         """
         self.check_bound()
-        if not self._optimizers_stepping and shard.index not in self._showing_local:
+        if self._optimizers_stepping:
+            return
+        reader = sys._getframe(2).f_locals.get("self")
+        if isinstance(reader, paddle.optimizer.Optimizer) and not _steps_pieces_right(reader):
+            raise UnboundOptimizerError(
+                f"{type(reader).__name__}: with its clip or its update it needs norms of whole gradients or parameters, and it is not "
+                "bound to the model; call bind_optimizer(opt)"
+            )
+        if shard.index not in self._showing_local:
             raise UnboundOptimizerError(
                 f"{shard.describe()}: an optimizer or a GradScaler reads its gradient and is not bound; call bind_optimizer(opt) or "
                 "bind_grad_scaler(scaler), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
@@ -277,6 +287,7 @@ class Runtime:
         """
         self.check_bound()
         self.release_all()
+        self.check_unwritten()
         self._reduce_gradients(settings)
         self._average_statistics()
 
@@ -316,9 +327,10 @@ class Runtime:
         flags += [buffer.has_pending_gradient for buffer in buffers]
         frozen = bytes(shard.parameter.stop_gradient for shard in shards)
         # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
-        alike = [self._journal, zlib.crc32(frozen) & 0xFFFFFF, zlib.crc32(repr(settings).encode()) & 0xFFFFFF]
+        present = bytes(shard.has_gradient for shard in shards)
+        alike = [self._journal, *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present))]
         agreed = self.communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32))
-        for largest, smallest, problem in zip(agreed[-6:-3], agreed[-3:], _DIFFERENCES, strict=True):
+        for largest, smallest, problem in zip(agreed[-8:-4], agreed[-4:], _DIFFERENCES, strict=True):
             if int(largest) != -int(smallest):
                 raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
         self._journal = 0
@@ -338,6 +350,7 @@ class Runtime:
         """Let the parameters be this rank's pieces inside the block; what is written to them stays."""
         fresh = [shard for shard in shards if shard.index not in self._showing_local]
         self.release_all()
+        self.check_unwritten()
         for shard in fresh:
             self._showing_local.add(shard.index)
             shard.show_local()
@@ -357,9 +370,10 @@ class Runtime:
             ShardingError: naming the parameter.
         """
         for unit in self.units:
-            if not unit.is_filled and not self._showing_local:
+            if not unit.is_filled:
                 for shard in unit.shards:
-                    shard.check_parked()
+                    if shard.index not in self._showing_local:
+                        shard.check_parked()
 
     def check_closable(self) -> None:
         """Raise where the model is in use.
@@ -385,6 +399,7 @@ _DIFFERENCES = (
     "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
     "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
     "differ in the optimizer's learning rate; set the same one, and step its scheduler alike, on every rank",
+    "differ in which parameters have a gradient from before; call clear_grad alike on every rank",
 )
 
 
@@ -399,6 +414,14 @@ class _BackwardCall:
     def __call__(self, gradient: paddle.Tensor) -> None:
         first, self._first = self._first, False
         self._runtime.begin_backward(self._units, first)
+
+
+def _steps_pieces_right(optimizer: paddle.optimizer.Optimizer) -> bool:
+    """Tell whether an optimizer that is not bound steps pieces of parameters as it would step them whole."""
+    groups = [group for group in optimizer._param_groups or [] if isinstance(group, dict)]
+    clips = [optimizer._grad_clip, *(group.get("grad_clip") for group in groups)]
+    by_value = all(clip is None or isinstance(clip, nn.ClipGradByValue) for clip in clips)
+    return by_value and not isinstance(optimizer, (paddle.optimizer.Lamb, paddle.optimizer.LBFGS))
 
 
 def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
+import paddle
 import paddle.distributed as dist
 from paddle import nn
 from paddle.base.framework import EagerParamBase
@@ -19,7 +19,7 @@ from .parameter import ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
 from .tensors import dtype_name
 from .unit import Unit
-from .units import ModelPlan, NamedParameter, UnitPlan, check_names, named_buffers, named_parameters, plan_units, walk
+from .units import ModelPlan, NamedParameter, UnitPlan, check_names, join, named_buffers, named_parameters, plan_units, walk
 
 _HOOKS_ATTRIBUTE = "_fully_shard_hooks"
 
@@ -61,7 +61,10 @@ def shard_model(
 
 def _describe(model: nn.Layer, parameters: Sequence[NamedParameter]) -> object:
     return (
-        [(named.names, named.parameter.shape, str(named.parameter.dtype), named.parameter.stop_gradient) for named in parameters],
+        [
+            (named.names, named.parameter.shape, str(named.parameter.dtype), named.parameter.stop_gradient, named.parameter.grad is None)
+            for named in parameters
+        ],
         [(name, buffer.shape, str(buffer.dtype)) for name, buffer in named_buffers(model)],
     )
 
@@ -180,24 +183,37 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
     empty = [named.names[0] for named in parameters if 0 in named.parameter.shape or not named.parameter._is_initialized()]
     if empty:
         raise ShardingError(f"parameters without elements, or not initialised: {listing(empty)}")
-    _check_storage(parameters)
+    started = [named.names[0] for named in parameters if named.parameter.grad is not None and bool(named.parameter.grad.any().item())]
+    if started:
+        raise ShardingError(f"parameters have gradients, which would be lost: {listing(started)}; step and call clear_grad() first")
+    _check_storage(model, parameters)
     return parameters
 
 
-def _check_storage(parameters: Sequence[NamedParameter]) -> None:
-    """Refuse different parameters that share memory: each would get a copy of its own, and stop following the other."""
-
-    def first_byte(named: NamedParameter) -> int:
-        return int(named.parameter.data_ptr())
-
-    in_order = sorted(parameters, key=first_byte)
-    for one, other in pairwise(in_order):
-        if first_byte(one) + _nbytes(one.parameter) > first_byte(other):
+def _check_storage(model: nn.Layer, parameters: Sequence[NamedParameter]) -> None:
+    """Refuse tensors that share a parameter's memory: they would stop following it."""
+    tensors = [(named.parameter, named.names[0], True) for named in parameters]
+    tensors += [(tensor, name, False) for name, tensor in _other_tensors(model, parameters)]
+    places = sorted(
+        (int(one.data_ptr()), int(one.size) * int(one.element_size()), name, is_parameter) for one, name, is_parameter in tensors
+    )
+    end, before, before_is_parameter = 0, "", False
+    for start, nbytes, name, is_parameter in places:
+        if start < end and (is_parameter or before_is_parameter):
             raise ShardingError(
-                f"parameters '{one.names[0]}' and '{other.names[0]}' are different objects that share memory; to tie them, let both layers "
-                "hold the same Parameter"
+                f"'{before}' and '{name}' are different objects that share memory, and would stop following each other; to tie "
+                "parameters, let both layers hold the same one, and compute what is a view of one in the forward"
             )
+        if start + nbytes > end:
+            end, before, before_is_parameter = start + nbytes, name, is_parameter
 
 
-def _nbytes(parameter: EagerParamBase) -> int:
-    return int(parameter.size) * ITEM_SIZES[dtype_name(parameter)]
+def _other_tensors(model: nn.Layer, parameters: Sequence[NamedParameter]) -> Iterator[tuple[str, paddle.Tensor]]:
+    """Yield the buffers of a model, and tensors that its layers have as plain attributes."""
+    seen = {id(named.parameter) for named in parameters}
+    for prefix, layer in walk(model):
+        attributes = {name: value for name, value in vars(layer).items() if isinstance(value, paddle.Tensor)}
+        for name, tensor in {**layer._parameters, **layer._buffers, **attributes}.items():
+            if tensor is not None and id(tensor) not in seen and tensor.is_dense() and tensor._is_initialized():
+                seen.add(id(tensor))
+                yield join(prefix, name), tensor

@@ -28,7 +28,7 @@ from .registry import (
     optimizer_states,
     states_restored_on_error,
 )
-from .schedule import describe_learning_rate, restore_learning_rate
+from .schedule import describe_learning_rate, describe_scheduler, restore_learning_rate, restore_scheduler
 
 __all__ = [
     "CATALOG",
@@ -49,6 +49,7 @@ __all__ = [
     "describe_grad_scaler",
     "describe_hyperparameters",
     "describe_learning_rate",
+    "describe_scheduler",
     "differences",
     "drop_states",
     "entry_of",
@@ -62,6 +63,7 @@ __all__ = [
     "repair_paddle_runtime",
     "restore_grad_scaler",
     "restore_learning_rate",
+    "restore_scheduler",
     "split_weight_decay",
     "states_restored_on_error",
     "unbind_optimizer",

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.regularizer import L1Decay, L2Decay
 
 from ..errors import ShardingError, UnsupportedOptimizerError, listing
-from ..fsdp import ParameterShard, Runtime, ShardedParameter
+from ..fsdp import ParameterShard, Runtime, ShardedParameter, is_elementwise_regularizer
 from .catalog import check_own_methods, entry_of
 from .clipping import ShardedClip, check_clip
 
@@ -110,7 +109,7 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
             f"{type(optimizer).__name__}: it holds several parameters of one Paddle name, so Paddle would share their states: "
             f"{listing(twice)}; give each its own ParamAttr(name=...), or build the layers under different unique_name guards"
         )
-    strange = [p.name for p in parameters if not isinstance(getattr(p, "regularizer", None), (type(None), L1Decay, L2Decay))]
+    strange = [p.name for p in parameters if not is_elementwise_regularizer(getattr(p, "regularizer", None))]
     if strange:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: parameters have a regularizer that is neither L1Decay nor L2Decay, and would see pieces of them: "
@@ -140,6 +139,21 @@ def check_is_optimizer(optimizer: Any) -> None:
         raise UnsupportedOptimizerError(f"{type(optimizer).__name__} is not an optimizer of paddle.optimizer")
 
 
+def check_regularizers(optimizer: Any) -> None:
+    """Raise where an optimizer regularizes by something that can't be right on pieces of parameters.
+
+    Raises:
+        UnsupportedOptimizerError: naming its class.
+    """
+    used = [getattr(optimizer, "regularization", None), *(group.get("weight_decay") for group in parameter_groups(optimizer))]
+    strange = [type(one).__name__ for one in used if not is_elementwise_regularizer(one)]
+    if strange:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}: weight_decay is {listing(strange)}, neither a number nor L1Decay or L2Decay of "
+            "paddle.regularizer, and would see pieces of parameters"
+        )
+
+
 def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> None:
     """Raise where an optimizer can't be bound.
 
@@ -158,6 +172,7 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
             f"{type(optimizer).__name__}: use_multi_tensor=True needs a gradient of every parameter on every rank, and a rank "
             "keeps only some; leave it out"
         )
+    check_regularizers(optimizer)
     dtypes = {str(parameter.dtype) for group in parameter_groups(optimizer) for parameter in group["params"]}
     if isinstance(optimizer, paddle.optimizer.Rprop) and len(dtypes) > 1:
         raise UnsupportedOptimizerError(
@@ -183,6 +198,10 @@ class _Binding:
         self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
         self._is_unscaled = False
         self._is_compared = False
+        # A scaler that isn't bound multiplies the marks that it finds for gradients.
+        self._sentinels = [shard for shard in (self._shards[0], self._shards[-1]) if not shard.parameter.stop_gradient]
+        for shard in self._sentinels:
+            shard.is_sentinel = True
         for runtime in self._runtimes:
             runtime.add_observer(self)
         replaced = {
@@ -234,12 +253,25 @@ class _Binding:
             return self._step()
 
     def _check_before_step(self) -> None:
+        self._check_setting()
+        if any(shard.is_mark_scaled() for shard in self._sentinels):
+            raise ShardingError(
+                f"{type(self._optimizer).__name__}: a GradScaler that doesn't know of the sharded model was told to unscale its gradients, "
+                "and they are still scaled; call bind_grad_scaler(scaler) first. Nothing was stepped"
+            )
+
+    def _check_setting(self) -> None:
         _check_paddles_own_runtime()
+        check_regularizers(self._optimizer)
         if not self._is_compared:
             # Fleet's sharding leaves each rank's optimizer another part of the parameters.
             for runtime in self._runtimes:
                 held = [[one.slot.name for one in shards if one.unit.runtime is runtime] for shards in _shards_of_groups(self._optimizer)]
                 runtime.communicator.check_same("what the optimizer holds", f"{type(self._optimizer).__name__} {held}")
+                from .hyperparameters import describe_hyperparameters  # which asks optimizers for their binding
+
+                settings = describe_hyperparameters(self._optimizer, self._shards)
+                runtime.communicator.check_same("a hyper-parameter of the optimizer", repr(settings))
             self._is_compared = True
 
     def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
@@ -248,7 +280,9 @@ class _Binding:
         Args:
             divide: does it for these parameters, and tells whether it found one.
         """
-        self._check_before_step()
+        self._check_setting()
+        for shard in self._sentinels:
+            shard.reset_mark()
         for runtime in self._runtimes:
             runtime.begin_step(_rates(self._optimizer))
         found = divide(self._shards)
@@ -328,7 +362,7 @@ def _answered(optimizer: Any, attribute: str, questions: Sequence[Any]) -> Itera
 def _rates(optimizer: Any) -> list[Any]:
     """Return the learning rate, and what the param groups multiply it by."""
     factors = [group.get("learning_rate") for group in parameter_groups(optimizer)]
-    return [float(optimizer.get_lr()), *(factor for factor in factors if isinstance(factor, float))]
+    return [float(optimizer.get_lr()), *(factor for factor in factors if isinstance(factor, (int, float)))]
 
 
 def _refuse_state_dict(*_: Any, **__: Any) -> Any:

@@ -66,7 +66,8 @@ class ShardedClip:
         if self._clip.auto_skip_clip and not norm > limit:
             return pairs
         factor = limit / paddle.maximum(norm, limit)
-        return [(p, g * factor.astype(g.dtype) if _needs_clip(p) else g) for p, g in pairs]
+        # In place, as Paddle's own: a gradient that is not cleared is the clipped one.
+        return [(p, g.multiply_(factor.astype(g.dtype)) if _needs_clip(p) else g) for p, g in pairs]
 
     def _by_norm(self, pairs: Pairs) -> Pairs:
         squares = self._squared_norms(pairs)

@@ -29,21 +29,45 @@ def describe_learning_rate(optimizer: Any) -> dict[str, JsonValue]:
 
 
 def restore_learning_rate(optimizer: Any, saved: dict[str, JsonValue]) -> str | None:
-    """Give an optimizer's scheduler the state that :func:`describe_learning_rate` returned, and those that it holds theirs.
+    """Give an optimizer's scheduler the state that :func:`describe_learning_rate` returned; see :func:`restore_scheduler`.
 
-    A number is never changed, a scheduler of another class neither, nor a scheduler's settings, since that is how a run is continued at
-    another rate. Functions, such as LambdaDecay's, are not saved.
+    A number is never changed, since that is how a run is continued at another rate.
 
     Returns:
         How the learning rate differs from the saved one, in words; None where it doesn't.
     """
     rate = optimizer._learning_rate
-    if not isinstance(rate, LRScheduler) or not _is_alike(rate, saved):
+    if isinstance(rate, LRScheduler):
+        difference = restore_scheduler(rate, saved)
+    else:
         now = describe_learning_rate(optimizer)
-        return None if now == saved else f"{type(optimizer).__name__}: its learning rate was saved as {saved}, and was left as {now}"
-    _restore(rate, saved)
-    changed = [f"{what} was saved as {was!r} and is {is_now!r} now" for what, was, is_now in _other_settings(_describe(rate), saved)]
-    return f"{type(optimizer).__name__}: the schedule of its learning rate goes on, but {'; '.join(changed)}" if changed else None
+        difference = None if now == saved else _say_left(saved, now)
+    return None if difference is None else f"{type(optimizer).__name__}: {difference}"
+
+
+def describe_scheduler(scheduler: LRScheduler) -> dict[str, JsonValue]:
+    """Return a scheduler's class, state and settings as JSON values."""
+    return _describe(scheduler)
+
+
+def restore_scheduler(scheduler: LRScheduler, saved: dict[str, JsonValue]) -> str | None:
+    """Give a scheduler the state that :func:`describe_scheduler` returned, and those that it holds theirs.
+
+    A scheduler of another class is never changed, nor are a scheduler's settings, since that is how a run is continued at another
+    rate. Functions, such as LambdaDecay's, are not saved.
+
+    Returns:
+        How it differs from the saved one, in words; None where it doesn't.
+    """
+    if not _is_alike(scheduler, saved):
+        return _say_left(saved, _describe(scheduler))
+    _restore(scheduler, saved)
+    changed = [f"{what} was saved as {was!r} and is {is_now!r} now" for what, was, is_now in _other_settings(_describe(scheduler), saved)]
+    return f"the schedule of its learning rate goes on, but {'; '.join(changed)}" if changed else None
+
+
+def _say_left(saved: dict[str, JsonValue], now: dict[str, JsonValue]) -> str:
+    return f"its learning rate was saved as {saved}, and was left as {now}"
 
 
 def _describe(scheduler: LRScheduler) -> dict[str, JsonValue]:

@@ -25,6 +25,7 @@ from .header import LENGTH_NBYTES, METADATA_KEY, header_nbytes
 from .index import CheckpointIndex, Stored, open_inside, read_index
 from .metadata import StockPiece, read_metadata
 from .pickles import PickledArray, read_arrays
+from .reserved_keys import without_reserved
 
 _METADATA_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _DATA_NAME = re.compile(r"(?P<rank>0|[1-9][0-9]{0,8})_(?P<id>0|[1-9][0-9]{0,8})\.(?P<kind>distcp|safetensors)", re.ASCII)
@@ -67,10 +68,12 @@ class _Found(NamedTuple):
 def open_index(path: Path) -> CheckpointIndex:
     """Read the index of a checkpoint directory: of ours where it has a manifest, else of one that stock Paddle wrote.
 
+    What belongs to no model or optimizer, under reserved keys, is left out.
+
     Raises:
         CheckpointError: as :func:`~.index.read_index` and :func:`read_stock_index`.
     """
-    return read_stock_index(path) if is_stock(path) else read_index(path)
+    return read_stock_index(path) if is_stock(path) else without_reserved(read_index(path))
 
 
 def read_stock_index(path: Path) -> CheckpointIndex:

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle import nn
+from paddle.distributed.fsdp import fully_shard
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.demo.model import CausalLM, DecoderConfig
+from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
 from paddle_fsdp_ckpt.huggingface_loading import load_huggingface
 
 
@@ -139,3 +142,18 @@ def masters_follow(path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         key: bool((weight.local_tensor.numpy() == mine[key.removesuffix(".w_0")].local_tensor.astype("float32").numpy()).all())
         for key, weight in masters.items()
     }
+
+
+def load_where_paddle_cut(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Load into a model that Paddle's own ``fully_shard`` cut, and say how many elements this rank keeps; they must count from 0 on."""
+    model = build({name: np.full(shape, -7, np.float32) for name, shape in shapes.items()}, "float32", {})
+    with paddle_runtime_on_cpu():
+        mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+        dist.auto_parallel.set_mesh(mesh)
+        fully_shard(model, mesh=mesh)
+        load_huggingface(path, model=model, recipe="none")
+        weights = ckpt.sharded_state_dict(model)
+        for name, weight in weights.items():
+            right = np.arange(np.prod(shapes[name]), dtype=np.float32)
+            np.testing.assert_array_equal(weight.local_tensor.numpy(), right[weight.flattened_range])
+        return sum(int(weight.local_tensor.size) for weight in weights.values())

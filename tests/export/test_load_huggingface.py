@@ -53,6 +53,13 @@ def test_families(family: str, fused: bool, world_size: int, sharded: bool, tmp_
         assert found[key].tobytes() == array.tobytes(), key
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_that_paddle_cut(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    arrays = {"a.weight": np.arange(77, dtype=np.float32).reshape(7, 11), "b.weight": np.arange(40, dtype=np.float32).reshape(5, 8)}
+    path = write_model(tmp_path / "model", arrays)
+    assert sum(ranks(world_size).run(made_models.load_where_paddle_cut, path, shapes_of(arrays))) == 77 + 40
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_stacked_experts(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
     stacked = np.random.RandomState(1).standard_normal((5, 6, 8)).astype(np.float32)

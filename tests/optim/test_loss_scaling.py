@@ -199,6 +199,11 @@ def test_one_scaler_for_two_optimizers(ranks: Ranks) -> None:
     ranks(2).run(compare_two_optimizers)
 
 
+def unscale_and_step(scaler: Any, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+    optimizer.step()
+
+
 def refuses_an_unbound_scaler(optimizer: str) -> None:
     with as_on_gpu():
         model = Net()
@@ -209,6 +214,9 @@ def refuses_an_unbound_scaler(optimizer: str) -> None:
         before = weights(model)
         with pytest.raises(errors.ShardingError, match=r"bind_grad_scaler\(scaler\)"):
             scaler.step(stepper)
+        assert all(np.array_equal(piece, before[name]) for name, piece in weights(model).items())
+        with pytest.raises(errors.ShardingError, match=r"bind_grad_scaler\(scaler\)"):
+            unscale_and_step(make_scaler(), stepper)
         assert all(np.array_equal(piece, before[name]) for name, piece in weights(model).items())
         # The gradients are still there, for another one.
         scaler = make_scaler()

@@ -1,0 +1,70 @@
+"""What a manager's arguments must be, and be alike on all ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CheckpointError
+from ..meeting import check_same
+from ..storage.format import JsonValue
+from .retention import KeepAll, KeepLast, Retention
+
+
+def retention_of(max_to_keep: int | None, keep: Sequence[Retention]) -> list[Retention]:
+    """Return the policies that two arguments stand for; at least one.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    if not isinstance(keep, (list, tuple)) or not all(hasattr(policy, "kept") for policy in keep):
+        raise CheckpointError("keep: give a list of policies such as KeepLast(3) and KeepEvery(1000)")
+    policies = [*keep, *([] if max_to_keep is None else [KeepLast(max_to_keep)])]
+    return policies or [KeepAll()]
+
+
+def whole_number(value: Any, what: str, least: int) -> int:
+    """Return ``value`` as an int; ``what`` names it for the messages.
+
+    Raises:
+        CheckpointError: it is no whole number, or less than ``least``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise CheckpointError(f"{what} is {value!r:.100}, not a whole number") from None
+    if number < least:
+        raise CheckpointError(f"{what} is {number}, and must be at least {least}")
+    return number
+
+
+def positive_number(value: Any, what: str) -> float:
+    """Return ``value`` as a float; ``what`` names it for the message.
+
+    Raises:
+        CheckpointError: it is no number above 0.
+    """
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise CheckpointError(f"{what} is {value!r:.100}, not a number above 0")
+    return float(value)
+
+
+def check_same_restore(ranks: list[JsonValue]) -> None:
+    """Raise unless all ranks gave the same step, fall_back, discard_later and random_state.
+
+    Raises:
+        RankFailedError: they did not.
+    """
+    for what, values in zip(("step", "fall_back", "discard_later", "random_state"), zip(*ranks, strict=True), strict=True):
+        check_same("restore", what, values, "nothing was changed", shown=True)
+
+
+def check_same_save(ranks: list[JsonValue]) -> None:
+    """Raise unless all ranks gave the same step, and the same digest of what is common to them.
+
+    Raises:
+        RankFailedError: they did not.
+    """
+    for what, values in zip(("step", "extra_state, lr_scheduler, grad_scaler and metrics"), zip(*ranks, strict=True), strict=True):
+        check_same("save", what, values, "nothing was written", shown=what == "step")

@@ -1,0 +1,128 @@
+"""Saves that go on while training does: this rank's bytes, copied at the call, and the one thread that writes them."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401 - what it registers for the end of the process must come before ours
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..pieces import Piece
+from ..storage.format import DTYPE_NBYTES
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
+_ALIGNMENT = 64
+
+
+class HostBuffer:
+    """Host memory for the copies of one rank's bytes, kept from save to save, so that only a larger save allocates anew."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held."""
+        return self._memory.nbytes
+
+    def copy(self, pieces: Sequence[Piece], contents: Iterable[tuple[Piece, memoryview]]) -> list[tuple[Piece, memoryview]]:
+        """Copy what one rank's file is to hold, one piece at a time; the next call overwrites the copies.
+
+        Args:
+            pieces: all of them.
+            contents: the same with their bytes, which are asked for one after another.
+        """
+        sizes = [-(-piece.numel * DTYPE_NBYTES[piece.dtype] // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
+        if sum(sizes) > self._memory.nbytes:
+            # First without the old one: both together would be twice the memory.
+            self._memory = np.empty(0, np.uint8)
+            self._memory = np.empty(sum(sizes), np.uint8)
+        memory = self._memory.data
+        copies = []
+        start = 0
+        for (piece, data), size in zip(contents, sizes, strict=True):
+            copies.append((piece, memory[start : start + len(data)]))
+            copies[-1][1][:] = data
+            start += size
+        return copies
+
+
+class Worker:
+    """Runs one job at a time in a thread of its own. A process that ends waits for it; what failed is raised later, once."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        _end_with(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begin a job; there must be none, and its failure raised."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, wait() raises it
+                self._error = error
+
+        # No daemon: the interpreter waits for it before it ends.
+        self._thread = threading.Thread(target=run, name="paddle_fsdp_ckpt save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until no job runs, and raise what the last one did.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"a save in the background failed: {type(error).__name__}: {error}") from error
+
+    def join(self) -> None:
+        """Wait until no job runs."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def say_what_failed(self) -> None:
+        """Log what failed and was not raised yet."""
+        if self._error is not None:
+            _LOG.error("a save in the background failed, and nobody asked any more: %s", self._error)
+
+
+def _end_with(worker: Worker) -> None:
+    """Let the end of the process wait for a worker, and say what failed and was never raised."""
+    reference = weakref.ref(worker)
+
+    def join() -> None:
+        there = reference()
+        if there is not None:
+            there.join()
+
+    def say() -> None:
+        there = reference()
+        if there is not None:
+            there.say_what_failed()
+
+    # The interpreter waits for the thread anyway; but before that it closes all executors of concurrent.futures, and the save may use one.
+    # These run in reverse order, and theirs was registered when their module was imported.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(join)
+    atexit.register(say)
+    # At the end of the process it must not come first.
+    weakref.finalize(worker, atexit.unregister, say).atexit = False

@@ -1,0 +1,120 @@
+"""What a trainer wants to keep beside models and optimizers, as bytes: JSON values, numpy arrays and Paddle tensors. No pickle.
+
+The bytes are the length of a JSON text as 8 little-endian bytes, the text, and the values of all arrays, one behind the other. In
+the text an array is ``{"@array": [kind, dtype, shape, first byte]}``, and a dict that has this very key itself ``{"@dict": {...}}``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..fsdp import dtype_name
+from ..host_memory import bytes_of
+from ..storage.format import DTYPE_NBYTES, JsonValue, parse_json
+
+_LENGTH_NBYTES = 8
+_NUMPY_KINDS = "biufc"
+_ARRAY, _DICT = "@array", "@dict"
+
+
+def encode_extra_state(value: Any, where: str) -> bytes:
+    """Return a value as bytes that :func:`decode_extra_state` turns back into an equal one.
+
+    Args:
+        value: None, bool, int, float, str, numpy arrays and numbers of boolean, integer, floating or complex type, Paddle tensors, and
+            lists and dicts (with str keys) of these.
+        where: names it for the messages.
+
+    Raises:
+        CheckpointError: it holds something else, such as a tuple, which would come back as a list.
+    """
+    encoder = _Encoder()
+    try:
+        text = json.dumps(encoder.encode(value, where)).encode()
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested beyond reason, or holds itself; nothing was saved") from None
+    return b"".join([len(text).to_bytes(_LENGTH_NBYTES, "little"), text, *encoder.buffers])
+
+
+def decode_extra_state(encoded: bytes | bytearray, where: str) -> Any:
+    """Return the value that :func:`encode_extra_state` was given. Arrays are copies, tensors on the current device.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not what that returns; ``where`` names them for the message.
+    """
+    start = _LENGTH_NBYTES + int.from_bytes(encoded[:_LENGTH_NBYTES], "little")
+    try:
+        if start > len(encoded):
+            raise ValueError("it ends too early")
+        return _decode(parse_json(bytes(encoded[_LENGTH_NBYTES:start]).decode(), allow_nan=True), memoryview(encoded)[start:])
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where} is not what a save writes ({error}); load another checkpoint") from error
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.buffers: list[bytes] = []
+        self._nbytes = 0
+
+    def encode(self, value: Any, where: str) -> JsonValue:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) is list:
+            return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
+        if type(value) is dict:
+            strange = [key for key in value if type(key) is not str]
+            if strange:
+                raise CheckpointError(f"{where} has the key {strange[0]!r:.100}, which is no str; nothing was saved. Use str keys")
+            fields = {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+            return {_DICT: fields} if _ARRAY in fields or _DICT in fields else fields
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+            kind = "numpy" if isinstance(value, np.ndarray) else "number"
+            array = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"))
+            return self._add(kind, value.dtype.newbyteorder("<").str, list(value.shape), array.tobytes())
+        if isinstance(value, paddle.Tensor) and not value.is_dist() and dtype_name(value) in DTYPE_NBYTES:
+            return self._add("paddle", dtype_name(value), list(value.shape), bytes(bytes_of(value)))
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, which can't be saved; nothing was saved. Use None, bool, int, float, str, numpy arrays "
+            "of numbers, Paddle tensors that are not distributed, and lists and dicts of these"
+        )
+
+    def _add(self, kind: str, dtype: str, shape: list[int], data: bytes) -> JsonValue:
+        start = self._nbytes
+        self.buffers.append(data)
+        self._nbytes += len(data)
+        return {_ARRAY: [kind, dtype, shape, start]}
+
+
+def _decode(value: JsonValue, data: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, data) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_ARRAY}:
+        kind, dtype, shape, start = value[_ARRAY]
+        return _decode_array(kind, dtype, shape, start, data)
+    if value.keys() == {_DICT}:
+        value = value[_DICT]
+    return {key: _decode(item, data) for key, item in value.items()}
+
+
+def _decode_array(kind: str, dtype: str, shape: list[int], start: int, data: memoryview) -> Any:
+    if kind == "paddle":
+        stop = start + math.prod(shape) * DTYPE_NBYTES.get(dtype, 0)
+        if dtype not in DTYPE_NBYTES or not 0 <= start <= stop <= len(data):
+            raise ValueError("a tensor of it has no such values")
+        tensor = paddle.empty(shape, dtype=dtype).cpu()
+        bytes_of(tensor)[:] = data[start:stop]
+        # The current device, where that is no CPU.
+        return tensor if paddle.device.get_device() == "cpu" else paddle.to_tensor(tensor)
+    described = np.dtype(dtype)
+    if described.kind not in _NUMPY_KINDS or kind not in ("numpy", "number") or start < 0:
+        raise ValueError(f"it names an array of kind {kind!r:.20} and type {dtype!r:.20}")
+    array = np.frombuffer(data, described, math.prod(shape), start).reshape(shape).astype(described.newbyteorder("="))
+    return array if kind == "numpy" else array[()]

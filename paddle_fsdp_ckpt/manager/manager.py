@@ -1,0 +1,412 @@
+"""``CheckpointManager``: a run's checkpoints under one root, which to keep, and how a run goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from paddle import nn
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+from ..errors import CheckpointError, TargetExistsError
+from ..meeting import absolute_path, check_same, open_meeting
+from ..optim import optimizer_list
+from ..saving import Contents, Kept, PreparedSave, prepare_save
+from ..shardings import group_of
+from ..storage.agreement import COORDINATOR, Rendezvous, exchange
+from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
+from ..storage.format import JsonValue
+from .arguments import check_same_restore, check_same_save, positive_number, retention_of, whole_number
+from .background import HostBuffer, Worker
+from .history import CheckpointEvent, tell
+from .mailboxes import Mailboxes
+from .restoring import RestoreReport, Restoring
+from .retention import Retention, need_metrics
+from .save_job import SaveJob, let_all_hear
+from .steps import Root, heal_root, names_of, read_root, step_name
+from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
+from .votes import Ballot, Clock, Signals
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
+
+
+class CheckpointManager:
+    """The checkpoints of one run, in step directories such as ``step_00000100`` under one root.
+
+    All ranks make one alike, with the same root, and call its methods alike, but for :meth:`latest_step`, :meth:`all_steps` and the
+    attributes, which are the same on all ranks at any time. The root is this manager's alone while it is open; others may read the
+    steps in it with ``load``. Rank 0 decides what it holds.
+
+    A step is the number of steps that were taken: what is saved as 1 is there after the first one, and a run that restored it goes on
+    with the second.
+
+    Attributes:
+        restored: the report of the last :meth:`restore` that found something, or None.
+        should_stop: whether a signal of ``stop_signals`` came on any rank, as of the last :meth:`should_save`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = None,
+        keep: Sequence[Retention] = (),
+        overwrite: bool = False,
+        save_every_steps: int | None = None,
+        save_every_minutes: float | None = None,
+        save_signals: Sequence[int] = (),
+        stop_signals: Sequence[int] = (),
+        async_save: bool = False,
+        when_busy: Literal["wait", "refuse"] = "wait",
+        on_event: Callable[[CheckpointEvent], None] | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Open a root, which is made at the first save. All ranks must call it.
+
+        Args:
+            root: the directory, the same on all ranks, on a file system that they share.
+            max_to_keep: keep the newest so many steps; the same as ``keep=[KeepLast(max_to_keep)]``.
+            keep: policies of :mod:`~paddle_fsdp_ckpt.manager.retention`. A step stays where any of them, or ``max_to_keep``, keeps
+                it; without any, all stay.
+            overwrite: begin anew where the root holds steps of an earlier run: :meth:`restore` finds none, and they are removed once the
+                first new step is there. Without it, such a root must be resumed with :meth:`restore` before it is saved to.
+            save_every_steps: :meth:`should_save` says yes at each step that can be divided by it.
+            save_every_minutes: and when this time has passed since the last save, by the clock of rank 0.
+            save_signals: and once after any rank got such a signal, e.g. ``[signal.SIGUSR1]``.
+            stop_signals: the same, and :attr:`should_stop` becomes true, e.g. ``[signal.SIGTERM]``. Signals do nothing else meanwhile.
+            async_save: :meth:`save` returns once this rank's bytes are copied, and the copy is written in the background.
+            when_busy: what a save does while the one before is still being written: wait for it, or raise.
+            on_event: called on rank 0 after each save and restore, in the background where the save is there.
+            timeout_seconds: how long to wait for the slowest rank wherever ranks wait for each other.
+
+        Raises:
+            CheckpointError: an argument is not what it must be.
+            RankFailedError: another rank raised, or the roots differ.
+        """
+        self.restored: RestoreReport | None = None
+        self.should_stop = False
+        self._timeout = timeout_seconds
+        self._store, self._token = open_meeting(None, ())
+        self._rendezvous: Rendezvous = Mailboxes(self._store, f"{self._token}/main")
+        self._background: Rendezvous | None = None
+        self._meetings = 0
+        self._is_open = True
+
+        def begin() -> JsonValue:
+            self._where = absolute_path(root)
+            self._policies = retention_of(max_to_keep, keep)
+            self._every_steps = None if save_every_steps is None else whole_number(save_every_steps, "save_every_steps", 1)
+            self._every_minutes = None if save_every_minutes is None else positive_number(save_every_minutes, "save_every_minutes")
+            if when_busy not in ("wait", "refuse"):
+                raise CheckpointError(f"when_busy is {when_busy!r:.100}, and must be 'wait' or 'refuse'")
+            self._signals = Signals([*save_signals, *stop_signals])
+            signals = [sorted(map(int, save_signals)), sorted(map(int, stop_signals))]
+            return [str(self._where), bool(overwrite), bool(async_save), when_busy, [self._every_steps, self._every_minutes], signals]
+
+        def look(ranks: list[JsonValue]) -> JsonValue:
+            whats = ("root", "overwrite", "async_save", "when_busy", "save_every_steps and save_every_minutes", "signals")
+            for what, values in zip(whats, zip(*ranks, strict=True), strict=True):
+                check_same("CheckpointManager", what, values, "nothing was changed", shown=True)
+            for step in heal_root(self._where):
+                _LOG.warning("'%s' was renamed back: a save that was to replace it was killed", self._where / step_name(step))
+            return read_root(self._where, metrics=need_metrics(self._policies)).to_json()
+
+        self._signals = Signals(())
+        try:
+            self._root = Root.from_json(self._meet("begin", begin, look))
+        except BaseException:
+            self._signals.close()
+            raise
+        self._save_signals, self._stop_signals = tuple(save_signals), tuple(stop_signals)
+        self._on_event = on_event
+        # Steps of another history than this run's, to be removed once this run has a step of its own.
+        self._foreign = set(self._root.numbers) if overwrite else set()
+        self._may_save = overwrite or not self._root.steps
+        self._async, self._when_busy = async_save, when_busy
+        self._worker, self._buffer = Worker(), HostBuffer()
+        self._done: list[tuple[int, Root]] = []
+        self._last: int | None = None
+        self._clock = Clock(self._every_minutes)
+        self._ballot = Ballot(self._store, f"{self._token}/ballot", timeout_seconds)
+
+    def latest_step(self) -> int | None:
+        """Return the newest committed step, or None, as all ranks know it since the last call that all of them made."""
+        steps = self.all_steps()
+        return steps[-1] if steps else None
+
+    def all_steps(self) -> list[int]:
+        """Return the committed steps of this run in ascending order; as :meth:`latest_step`."""
+        return [step for step in self._root.numbers if step not in self._foreign]
+
+    def should_save(self, step: int) -> bool:
+        """Tell whether it is time to save ``step``, alike on all ranks; false where it is saved. All ranks must call it at each step.
+
+        With minutes or signals, ranks wait for each other here; without, no rank hears of another.
+
+        Raises:
+            RankFailedError: some rank did not call it in time.
+        """
+        due = self._every_steps is not None and step % self._every_steps == 0
+        if self._every_minutes is not None or self._save_signals or self._stop_signals:
+            is_due = self._rendezvous.rank == COORDINATOR and self._clock.is_due()
+            is_due = self._signals.take(self._save_signals) or is_due
+            verdict = self._ballot.vote(save=is_due, stop=self._signals.take(self._stop_signals) or self.should_stop)
+            self.should_stop = verdict.stop > 0
+            due = due or verdict.save > 0 or verdict.stop > 0
+        return due and step != self._last
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Layer,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        extra_state: Any = None,
+        rank_state: Any = None,
+        sharded: Mapping[str, ShardedWeight] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save a step, as a whole or not at all, and then remove those that no policy keeps. All ranks must call it.
+
+        The states of random number generators are saved too, see :mod:`~paddle_fsdp_ckpt.manager.random_state`.
+
+        Args:
+            step: how many steps were taken; later than all steps that the root holds.
+            model: as for ``save``.
+            optimizer: the same; its scheduler is saved with it.
+            lr_scheduler: a scheduler of ``paddle.optimizer.lr``, or a list of such, that belongs to no optimizer, or may not.
+            grad_scaler: a ``paddle.amp.GradScaler``.
+            extra_state: None, bool, int, float, str, numpy arrays, Paddle tensors, lists and dicts of these; the same on all ranks.
+            rank_state: such a value of this rank's own.
+            sharded: this rank's parts of tensors of the user's own by name, e.g. of an average of the weights, as ``sharded_state_dict``
+                describes parts. A rank may lack what it holds nothing of.
+            metrics: numbers by which :class:`~.retention.KeepBest` compares steps.
+
+        Raises:
+            TargetExistsError: the root holds steps that this run did not resume, or a later one, or the step itself.
+            CheckpointError: something can't be saved; nothing was. Or an earlier save in the background failed.
+            RankFailedError: another rank failed.
+        """
+        started = time.monotonic()
+        self._check_open()
+        if self._when_busy == "refuse":
+            self._refuse_while_busy()
+        self.wait()
+        kept: list[Kept] = []
+        checked_metrics: dict[str, float] = {}
+
+        def check() -> JsonValue:
+            number = whole_number(step, "step", 0)
+            self._check_step(number)
+            self._check_group(model, optimizer)
+            state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
+            numbers = check_metrics(metrics)
+            own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._rendezvous.rank)
+            checked_metrics.update(numbers)
+            kept.append(own)
+            return [number, digest]
+
+        self._meet("check", check, check_same_save)
+        prepared = prepare_save(
+            self._where / step_name(step),
+            self._rendezvous,
+            self._next_token("save"),
+            model=model,
+            optimizers=optimizer_list(optimizer),
+            step=step,
+            extra_state=extra_state if is_json(extra_state) else None,
+            overwrite=step in self._foreign,
+            timeout_seconds=self._timeout,
+            keep=lambda: kept[0],
+        )
+        self._clock.restart()
+        self._last = step
+        if not self._async:
+            self._take(step, self._job(step, prepared, checked_metrics, list(prepared.contents()), self._rendezvous, started, None).run())
+            return
+        if self._background is None:
+            self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
+        contents = self._buffer.copy(prepared.pieces(), prepared.contents())
+        job = self._job(step, prepared, checked_metrics, contents, self._background, started, time.monotonic() - started)
+        self._worker.start(lambda: self._done.append((step, job.run())))
+
+    def restore(
+        self,
+        *,
+        model: nn.Layer | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        sharded: Mapping[str, ShardedWeight] | None = None,
+        step: int | None = None,
+        fall_back: bool = False,
+        discard_later: bool = False,
+        random_state: bool = True,
+        **load_options: Any,
+    ) -> int | None:
+        """Restore the newest committed step, and return its number; None where there is none. All ranks must call it.
+
+        All is checked before anything changes: files, their digests, and whether they fit. What was found, what was skipped and why, and
+        what was saved with ``extra_state`` and ``rank_state`` is in :attr:`restored`.
+
+        Args:
+            model: as for ``load``.
+            optimizer: the same.
+            lr_scheduler: as it was given to :meth:`save`, as are the following.
+            grad_scaler: the scaler.
+            sharded: the tensors to read into.
+            step: another step than the newest.
+            fall_back: where the newest one is damaged, take the one before it, and so on. Those that are damaged are removed once
+                the run has saved a step.
+            discard_later: with ``step``: that later steps may be removed once the run has saved one. Without, such a run can't save here.
+            random_state: whether to restore the random number generators.
+            load_options: more arguments of ``load``, such as ``parts`` and ``key_map``.
+
+        Raises:
+            IncompleteCheckpointError: there is no such step.
+            CorruptCheckpointError: it is damaged; the message names the step before it.
+            MismatchError: it doesn't fit; nothing was changed.
+            CheckpointError: as ``load``.
+        """
+        started = time.monotonic()
+        self._check_open()
+        self.wait()
+        checked: list[TrainerState] = []
+
+        def check() -> JsonValue:
+            checked.append(check_trainer_state(lr_scheduler, grad_scaler, sharded))
+            return [None if step is None else whole_number(step, "step", 0), fall_back, discard_later, random_state]
+
+        self._meet("check", check, check_same_restore)
+        state = checked[0]
+        restoring = Restoring(self._where, self._root, self._rendezvous, self._next_token("restore"), self._timeout)
+        report = restoring.restore(
+            self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
+        )
+        if report is None:
+            return None
+        later = {one for one in self.all_steps() if one > report.step}
+        self._foreign |= later if discard_later else set(report.fell_back_from)
+        self._may_save = True
+        self._last = report.step
+        self.restored = report
+        if self._rendezvous.rank == COORDINATOR:
+            seconds = time.monotonic() - started
+            event = CheckpointEvent("restore", report.step, seconds, seconds, steps=self.all_steps(), skipped=report.skipped)
+            tell(event, self._where, self._on_event)
+        return report.step
+
+    def wait(self) -> None:
+        """Wait until no save is being written.
+
+        Raises:
+            CheckpointError: one in the background failed; it is raised once.
+        """
+        self._worker.wait()
+        for step, root in self._done:
+            self._take(step, root)
+        self._done.clear()
+
+    def close(self) -> None:
+        """Wait for what is being written, and for all ranks. All ranks must call it; afterwards nothing can be saved or restored.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        if self._is_open:
+            self._is_open = False
+            self._signals.close()
+            self.wait()
+            self._meet("close", lambda: None, lambda _: None)
+            let_all_hear(self._rendezvous, self._next_token("closed"), self._timeout)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        # The others may not be here: wait for what is being written, and for nobody else.
+        self._is_open = False
+        self._signals.close()
+        try:
+            self.wait()
+        except CheckpointError:
+            _LOG.exception("a save in the background failed too")
+
+    def _next_token(self, what: str) -> str:
+        self._meetings += 1
+        return f"{self._token}/{self._meetings}/{what}"
+
+    def _meet(self, what: str, produce: Callable[[], JsonValue], decide: Callable[[list[JsonValue]], JsonValue]) -> JsonValue:
+        return exchange(self._rendezvous, self._next_token(what), produce, decide, self._timeout)
+
+    def _job(
+        self,
+        step: int,
+        prepared: PreparedSave,
+        metrics: dict[str, float],
+        contents: Contents,
+        rendezvous: Rendezvous,
+        started: float,
+        blocked_seconds: float | None,
+    ) -> SaveJob:
+        foreign = frozenset(self._foreign)
+        return SaveJob(
+            self._where,
+            step,
+            prepared,
+            metrics,
+            contents,
+            rendezvous,
+            self._policies,
+            self._root.steps,
+            foreign,
+            self._on_event,
+            started,
+            blocked_seconds,
+        )
+
+    def _take(self, saved: int, root: Root) -> None:
+        """Take over what the root holds after a save."""
+        self._root = root
+        self._foreign &= set(root.numbers) - {saved}
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise CheckpointError("the CheckpointManager was closed; make a new one")
+
+    def _refuse_while_busy(self) -> None:
+        if self._meet("busy", lambda: self._worker.is_busy, any):
+            raise CheckpointError(
+                "a save is still being written, and when_busy='refuse'; nothing was saved. Call wait() first, or save less often"
+            )
+
+    def _check_step(self, step: int) -> None:
+        if not self._may_save:
+            raise TargetExistsError(
+                f"'{self._where}' holds {names_of(self.all_steps())} of an earlier run; nothing was saved. Go on with restore(), choose "
+                "another root, or begin anew with CheckpointManager(root, overwrite=True), which removes them"
+            )
+        latest = self.latest_step()
+        if latest is not None and step <= latest:
+            raise TargetExistsError(
+                f"step {step} is not later than {step_name(latest)}, which '{self._where}' holds; nothing was saved. Steps are saved in "
+                "ascending order; a run that goes back says restore(step=..., discard_later=True)"
+            )
+
+    def _check_group(self, model: Any, optimizer: Any) -> None:
+        group = group_of(model, optimizer_list(optimizer))
+        ranks = 1 if group is None else group.nranks
+        if ranks != self._rendezvous.world_size:
+            raise CheckpointError(
+                f"the model is sharded over {ranks} ranks and this manager is of {self._rendezvous.world_size}; a manager saves models of "
+                "all ranks of the job. Use save() for others"
+            )

@@ -1,0 +1,139 @@
+"""The state of this process's random number generators as JSON values: Python's ``random``, numpy's global one, Paddle's.
+
+Paddle's generators of the CPU and of this process's current device. Not kept: generators that somebody made for himself
+(``numpy.random.default_rng()``; save their state in ``extra_state``), and those of fleet's tensor parallel layers.
+
+At the number of ranks that saved, each rank gets its own state back. At another number a generator whose state was the same on all
+ranks, as where all ranks shuffle alike, gets that on all; of the others each rank gets the state of the saved rank of its number, and
+ranks beyond those are seeded from the state of the first rank and their own number: never two alike, and the same at each restore.
+What one rank alone saved is taken as alike for Python and numpy, and as its own for Paddle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.base import core
+
+from ..errors import CorruptCheckpointError
+from ..storage.format import JsonValue
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """One generator of this process.
+
+    Attributes:
+        capture: returns its state as JSON values.
+        restore: takes such a state.
+        seed: starts it from a seed, 0 to 2**32 - 1.
+    """
+
+    capture: Callable[[], JsonValue]
+    restore: Callable[[JsonValue], None]
+    seed: Callable[[int], None]
+
+
+def capture_random_state() -> dict[str, JsonValue]:
+    """Return the states of all generators of this process, by name. None of them is advanced."""
+    return {name: generator.capture() for name, generator in _generators().items()}
+
+
+def random_state_for(rank: int, world_size: int, saved: Mapping[int, dict[str, JsonValue]], saved_ranks: int) -> dict[str, JsonValue]:
+    """Return what a rank gives to :func:`restore_random_state`.
+
+    Args:
+        rank: this one.
+        world_size: how many there are now.
+        saved: rank -> what :func:`capture_random_state` returned on it: of this rank where as many saved, else of all.
+        saved_ranks: how many saved.
+    """
+    if saved_ranks == world_size:
+        return saved[rank]
+    return {name: _chosen(name, rank, {number: one.get(name) for number, one in saved.items()}) for name in saved[0]}
+
+
+def _chosen(name: str, rank: int, saved: Mapping[int, JsonValue]) -> JsonValue:
+    # Of one rank alone nobody knows what would have been alike: data are usually shuffled by the former, dropout drawn from the latter.
+    alike = all(one == saved[0] for one in saved.values()) if len(saved) > 1 else name in ("python", "numpy")
+    if alike:
+        return saved[0]
+    if rank in saved:
+        return saved[rank]
+    digest = hashlib.sha256(f"{name} {rank} {json.dumps(saved[0])}".encode()).digest()
+    return {"seed": int.from_bytes(digest[:4], "little")}
+
+
+def restore_random_state(state: dict[str, JsonValue]) -> list[str]:
+    """Give each generator of this process its state, and return, in words, which have none: they are left as they are.
+
+    Raises:
+        CorruptCheckpointError: a state is not what :func:`capture_random_state` returns; no generator after it was changed.
+    """
+    left = []
+    for name, generator in _generators().items():
+        one = state.get(name)
+        if one is None:
+            left.append(f"no state of the random number generator '{name}' was saved; it was left as it is")
+            continue
+        try:
+            if isinstance(one, dict) and one.keys() == {"seed"}:
+                generator.seed(one["seed"])
+            else:
+                generator.restore(one)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"the state of the random number generator '{name}' can't be restored: {error}") from error
+    return left
+
+
+def _generators() -> dict[str, _Generator]:
+    found = {
+        "python": _Generator(lambda: _plain(random.getstate()), lambda state: random.setstate(_as_tuples(state)), random.seed),
+        "numpy": _Generator(_capture_numpy, _restore_numpy, np.random.seed),
+        "paddle cpu": _paddle_generator(core.default_cpu_generator(), -1),
+    }
+    device, _, number = paddle.device.get_device().partition(":")
+    if device == "gpu":
+        found["paddle gpu"] = _paddle_generator(core.default_cuda_generator(int(number)), int(number))
+    return found
+
+
+def _plain(value: Any) -> JsonValue:
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _as_tuples(value: JsonValue) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _capture_numpy() -> JsonValue:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return [kind, np.asarray(keys).tolist(), *rest]
+
+
+def _restore_numpy(state: JsonValue) -> None:
+    kind, keys, *rest = state
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+def _paddle_generator(generator: Any, device: int) -> _Generator:
+    def capture() -> JsonValue:
+        # What Paddle 3.3 pickles: device, seed, offset, and the text of a std::mt19937_64, as a list of characters.
+        _, seed, offset, engine = generator.get_state().__getstate__()
+        return [seed, offset, bytes(engine).decode()]
+
+    def restore(state: JsonValue) -> None:
+        seed, offset, engine = state
+        kind: Any = type(generator.get_state())
+        restored = kind.__new__(kind)
+        restored.__setstate__((device, seed, offset, list(engine.encode())))
+        generator.set_state(restored)
+
+    return _Generator(capture, restore, lambda seed: generator.manual_seed(seed))

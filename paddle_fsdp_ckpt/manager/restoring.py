@@ -1,0 +1,197 @@
+"""Which step a run goes on from, and how all of it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MismatchError,
+    RankFailedError,
+    UnsafeCheckpointError,
+    listing,
+)
+from ..loading import LoadReport, load
+from ..meeting import check_same
+from ..optim import optimizer_list
+from ..storage.agreement import Rendezvous, exchange
+from ..storage.format import JsonValue
+from ..storage.reader import PARTIAL_STATE
+from .steps import Root, step_name
+from .trainer_state import SavedState, TrainerState, read_trainer_state
+
+_DAMAGED = (CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError)
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did.
+
+    Attributes:
+        step: the step that was restored.
+        load: what was loaded into model and optimizers.
+        extra_state: as it was given to the save.
+        rank_states: rank -> what it gave as ``rank_state``: of this rank, where as many ranks saved as restore; else of all that saved,
+            since only the caller knows how such states are divided anew. Empty where plain ``save`` made the step.
+        skipped: name in the root -> in words, why it is no step.
+        fell_back_from: step -> what is wrong with it, of later steps that are damaged.
+        differences: in words, what of schedulers, scaler and random number generators was saved otherwise, or not saved, and was left.
+        not_asked_for: what was saved and not given to the restore: ``"lr_scheduler"``, ``"grad_scaler"``, ``"sharded"``.
+    """
+
+    step: int
+    load: LoadReport
+    extra_state: Any
+    rank_states: dict[int, Any]
+    skipped: dict[str, str] = field(default_factory=dict)
+    fell_back_from: dict[int, str] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    not_asked_for: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"restored step {self.step}", *str(self.load).split("\n- ")]
+        lines += [f"skipped '{name}': {reason}" for name, reason in self.skipped.items()]
+        lines += [f"fell back from {step_name(step)}: {reason}" for step, reason in self.fell_back_from.items()]
+        lines += self.differences
+        lines += [f"saved and not restored: {listing(self.not_asked_for)}"] * bool(self.not_asked_for)
+        return "\n- ".join(lines)
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """One restore of all ranks.
+
+    Attributes:
+        where: the root.
+        root: what it held when the manager last looked.
+        rendezvous: the ranks.
+        token: for this restore.
+        timeout_seconds: at each point where ranks wait for each other.
+    """
+
+    where: Path
+    root: Root
+    rendezvous: Rendezvous
+    token: str
+    timeout_seconds: float
+
+    def restore(
+        self,
+        steps: Sequence[int],
+        wanted: int | None,
+        fall_back: bool,
+        state: TrainerState,
+        *,
+        random_state: bool,
+        model: Any,
+        optimizer: Any,
+        options: Mapping[str, Any],
+    ) -> RestoreReport | None:
+        """Restore the wanted step, or the newest; None where there is none.
+
+        Args:
+            steps: the committed ones in ascending order.
+            wanted: one of them, or None for the newest.
+            fall_back: whether to take earlier ones where that is damaged.
+            state: what to restore into, as are the following.
+            random_state: whether the random number generators are restored.
+            model: the model, or None.
+            optimizer: the optimizer, several, or None.
+            options: more arguments of ``load``.
+        """
+        candidates = [step for step in reversed(steps) if wanted is None or step <= wanted]
+        if wanted is not None and wanted not in candidates:
+            raise IncompleteCheckpointError(
+                f"'{self.where}' has no {step_name(wanted)}; it has {listing(map(step_name, steps)) or 'no steps'}"
+            )
+        fell_back_from: dict[int, str] = {}
+        for number, step in enumerate(candidates):
+            try:
+                saved, report, differences = self._restore_step(step, state, random_state, model, optimizer, options)
+            except CheckpointError as error:
+                before = candidates[number + 1 : number + 2]
+                if not self._is_damaged(step, error):
+                    raise
+                if not before or not fall_back:
+                    raise _with_way_out(error, step, before) from error
+                fell_back_from[step] = str(error)
+                continue
+            return RestoreReport(
+                step,
+                report,
+                saved.extra_state,
+                saved.rank_states,
+                self.root.skipped,
+                fell_back_from,
+                differences,
+                saved.not_asked_for,
+            )
+        return None
+
+    def _restore_step(
+        self, step: int, state: TrainerState, random_state: bool, model: Any, optimizer: Any, options: Mapping[str, Any]
+    ) -> tuple[SavedState, LoadReport, list[str]]:
+        path = self.where / step_name(step)
+        token = f"{self.token}/{step}"
+        read: list[SavedState] = []
+
+        def prepare() -> JsonValue:
+            saved = read_trainer_state(path, state, self.rendezvous.rank, self.rendezvous.world_size, random_state=random_state)
+            if saved.manifest.step != step:
+                raise CorruptCheckpointError(
+                    f"'{path}' says that it is step {saved.manifest.step}: somebody renamed it. Give it its name back, or remove it"
+                )
+            read.append(saved)
+            return [step, saved.digest(), sorted(state.sharded), saved.sharded]
+
+        exchange(self.rendezvous, f"{token}/prepare", prepare, _check_same_restore, self.timeout_seconds)
+        saved = read[0]
+        report = load(
+            path,
+            **{"verify_first": True, "timeout_seconds": self.timeout_seconds, **options},
+            model=model,
+            optimizer=optimizer_list(optimizer),
+        )
+        differences: list[str] = []
+
+        def finish() -> None:
+            try:
+                saved.read_sharded(state)
+                differences.extend(saved.apply(state))
+            except (CheckpointError, OSError) as error:
+                raise CorruptCheckpointError(str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}") from error
+
+        exchange(self.rendezvous, f"{token}/finish", finish, lambda _: None, self.timeout_seconds)
+        return saved, report, differences
+
+    def _is_damaged(self, step: int, error: CheckpointError) -> bool:
+        """Tell whether any rank found the step damaged, rather than that it doesn't fit; the same on all ranks."""
+        own = isinstance(error, _DAMAGED)
+        return bool(exchange(self.rendezvous, f"{self.token}/{step}/damaged", lambda: own, any, self.timeout_seconds))
+
+
+def _with_way_out(error: CheckpointError, step: int, before: Sequence[int]) -> CheckpointError:
+    """Return the error of the same kind that says what to go on from."""
+    kind = type(error) if isinstance(error, (*_DAMAGED, RankFailedError)) else CorruptCheckpointError
+    if not before:
+        return kind(f"{step_name(step)} is damaged, and the root has no step before it: {error}")
+    return kind(
+        f"{step_name(step)} is damaged, and the step before it is {step_name(before[0])}: restore(fall_back=True) takes that. {error}"
+    )
+
+
+def _check_same_restore(ranks: list[JsonValue]) -> None:
+    for what, values in zip(("step", "checkpoint"), zip(*(one[:2] for one in ranks), strict=True), strict=True):
+        check_same("restore", what, values, "nothing was changed", shown=what == "step")
+    given = {key for one in ranks for key in one[2]}
+    saved = {key for one in ranks for key in one[3]}
+    if given and given != saved:
+        raise MismatchError(
+            f"sharded: the checkpoint lacks {listing(sorted(given - saved)) or 'none'}, and has besides "
+            f"{listing(sorted(saved - given)) or 'none'}; nothing was changed. Give the tensors that were given to the save"
+        )

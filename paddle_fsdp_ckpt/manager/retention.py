@@ -1,0 +1,141 @@
+"""Which steps to keep: policies as values that compose. Pure arithmetic on step numbers, times and metrics.
+
+A step is kept where any policy of a list keeps it. What is newer is decided by the step number, never by the times of files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timezone
+from typing import Literal, Protocol
+
+from ..errors import CheckpointError
+from .steps import SavedStep
+
+
+class Retention(Protocol):
+    """A policy."""
+
+    def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
+        """Return the numbers of the steps that it keeps, of steps in ascending order."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Keep every step."""
+
+    def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
+        """Return all."""
+        return [one.step for one in steps]
+
+
+@dataclass(frozen=True)
+class KeepLast:
+    """Keep the ``count`` newest steps; at least 1."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "count", self.count)
+
+    def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
+        """Return the last ones."""
+        return [one.step for one in steps[-self.count :]]
+
+
+@dataclass(frozen=True)
+class KeepEvery:
+    """Keep for ever the steps whose number can be divided by ``steps``."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "steps", self.steps)
+
+    def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
+        """Return those that can be divided."""
+        return [one.step for one in steps if one.step % self.steps == 0]
+
+
+@dataclass(frozen=True)
+class KeepNewestOfEach:
+    """Keep the newest step of each hour or day, as UTC has them, in which a step was saved.
+
+    Attributes:
+        period: which.
+        count: of how many hours or days, the latest; None for all.
+    """
+
+    period: Literal["hour", "day"]
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.period not in _PERIODS:
+            raise CheckpointError(f"{self}: period is one of {', '.join(map(repr, _PERIODS))}")
+        if self.count is not None:
+            _check_positive(self, "count", self.count)
+
+    def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
+        """Return the newest of each; those whose time is unknown too."""
+        newest: dict[str, int] = {}
+        for one in steps:
+            if one.created is not None:
+                newest[one.created.astimezone(timezone.utc).strftime(_PERIODS[self.period])] = one.step
+        periods = sorted(newest)[-self.count :] if self.count else sorted(newest)
+        return [newest[period] for period in periods] + [one.step for one in steps if one.created is None]
+
+
+_PERIODS = {"hour": "%Y-%m-%dT%H", "day": "%Y-%m-%d"}
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """Keep the ``count`` steps with the best value of a metric that was given to their saves; of equal ones the newest.
+
+    Attributes:
+        metric: its name in ``metrics``. A step without it, or where it is no number (NaN), is never among the best.
+        count: at least 1.
+        mode: ``"min"`` where less is better, ``"max"`` where more is.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "count", self.count)
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(f"{self}: mode is 'min' or 'max'")
+
+    def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
+        """Return the best ones."""
+        sign = 1 if self.mode == "min" else -1
+        measured = [one for one in steps if not math.isnan(one.metrics.get(self.metric, math.nan))]
+        best = sorted(measured, key=lambda one: (sign * one.metrics[self.metric], -one.step))
+        return [one.step for one in best[: self.count]]
+
+
+def need_metrics(policies: Iterable[Retention]) -> bool:
+    """Tell whether a policy may look at the steps' metrics; those that are not of this module may."""
+    return any(not isinstance(policy, (KeepAll, KeepLast, KeepEvery, KeepNewestOfEach)) for policy in policies)
+
+
+def steps_to_remove(policies: Sequence[Retention], steps: Sequence[SavedStep], protected: Collection[int] = ()) -> list[int]:
+    """Return the numbers of the steps that no policy keeps, in ascending order; never the newest one.
+
+    Args:
+        policies: at least one.
+        steps: the committed ones, in any order.
+        protected: steps that stay whatever the policies say.
+    """
+    ordered = sorted(steps, key=lambda one: one.step)
+    kept = {*protected, *(one.step for one in ordered[-1:])}.union(*(policy.kept(ordered) for policy in policies))
+    return [one.step for one in ordered if one.step not in kept]
+
+
+def _check_positive(policy: Retention, what: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{type(policy).__name__}: {what} is {value!r:.100}, not a whole number from 1 on")

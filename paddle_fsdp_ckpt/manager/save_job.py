@@ -1,0 +1,111 @@
+"""One save from its first byte to the log line, in the thread that trains or in another one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..saving import Contents, PreparedSave, commit_save
+from ..storage.agreement import COORDINATOR, Rendezvous, exchange
+from ..storage.format import JsonValue
+from .history import CheckpointEvent, tell
+from .retention import Retention, need_metrics, steps_to_remove
+from .steps import Root, SavedStep, clear_left_overs, hide_step, read_root, step_name
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A step to write, and what to do once it is there. No Paddle collective runs here.
+
+    Attributes:
+        where: the root.
+        step: its number.
+        prepared: the save.
+        metrics: those of the step.
+        contents: what this rank's file is to hold.
+        rendezvous: the ranks, over a connection that no other thread uses.
+        policies: which steps to keep.
+        known: the steps that the root held before.
+        foreign: those of another history, which go once this one is there.
+        on_event: the user's hook.
+        started: when the call came, by ``time.monotonic``.
+        blocked_seconds: how long the caller waited; None where it waits for all of this.
+    """
+
+    where: Path
+    step: int
+    prepared: PreparedSave
+    metrics: dict[str, float]
+    contents: Contents
+    rendezvous: Rendezvous
+    policies: Sequence[Retention]
+    known: Sequence[SavedStep]
+    foreign: frozenset[int]
+    on_event: Callable[[CheckpointEvent], None] | None
+    started: float
+    blocked_seconds: float | None
+
+    def run(self) -> Root:
+        """Write, commit, remove what nothing keeps, and tell; return what the root holds then.
+
+        Raises:
+            CheckpointError: on all ranks, where any could not write; nothing was removed.
+        """
+        timeout = self.prepared.timeout_seconds
+        nbytes = commit_save(self.prepared, self.contents, self.rendezvous)
+        verdict = exchange(self.rendezvous, f"{self.prepared.token}/keep", lambda: None, lambda _: self._remove(), timeout)
+        root = Root.from_json(verdict["root"])
+        if self.rendezvous.rank == COORDINATOR:
+            self._clear()
+            seconds = time.monotonic() - self.started
+            blocked = seconds if self.blocked_seconds is None else self.blocked_seconds
+            event = CheckpointEvent("save", self.step, seconds, blocked, nbytes, self.metrics, root.numbers, verdict["removed"])
+            tell(event, self.where, self.on_event)
+        if self.blocked_seconds is not None:
+            let_all_hear(self.rendezvous, f"{self.prepared.token}/heard", timeout)
+        return root
+
+    def _remove(self) -> JsonValue:
+        """Take the steps that nothing keeps out of the root; what fails is logged, and is tried again after the next save."""
+        try:
+            root = read_root(self.where, [one for one in self.known if one.step != self.step], metrics=need_metrics(self.policies))
+        except (CheckpointError, OSError) as error:
+            _LOG.warning("'%s' can't be read, and nothing was removed from it: %s", self.where, error)
+            root = Root((*(one for one in self.known if one.step != self.step), SavedStep(self.step)))
+        removed = []
+        foreign = self.foreign - {self.step}
+        own = [one for one in root.steps if one.step not in foreign]
+        for step in sorted({*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection(root.numbers)}):
+            try:
+                hide_step(self.where, step)
+                removed.append(step)
+            except OSError as error:
+                _LOG.warning("%s could not be removed, and is tried again after the next save: %s", step_name(step), error)
+        left = Root(tuple(one for one in root.steps if one.step not in removed), root.skipped)
+        return {"root": left.to_json(), "removed": removed}
+
+    def _clear(self) -> None:
+        try:
+            clear_left_overs(self.where)
+        except (CheckpointError, OSError) as error:
+            _LOG.warning("%s", error)
+
+
+def let_all_hear(rendezvous: Rendezvous, token: str, timeout_seconds: float) -> None:
+    """Return on rank 0, in whose process the store lives, once all others need it no more; a process may end afterwards."""
+    try:
+        if rendezvous.rank != COORDINATOR:
+            rendezvous.put(f"{token}/{rendezvous.rank}", b"")
+            return
+        for rank in range(rendezvous.world_size):
+            if rank != COORDINATOR:
+                rendezvous.get(f"{token}/{rank}", timeout_seconds)
+    except (TimeoutError, ConnectionError) as error:
+        # What was agreed on is agreed on.
+        _LOG.warning("rank %d did not hear from all others at the end: %s", rendezvous.rank, error)

@@ -1,0 +1,238 @@
+"""What a checkpoint of a manager holds beside a model and its optimizers, and how it is given back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+from paddle.optimizer.lr import LRScheduler
+
+from ..errors import CheckpointError, CorruptCheckpointError, MismatchError
+from ..host_memory import destinations
+from ..meeting import digest_of
+from ..optim import describe_grad_scaler, describe_scheduler, restore_grad_scaler, restore_scheduler
+from ..saving import Kept
+from ..storage.agreement import COORDINATOR
+from ..storage.flex import piece_of
+from ..storage.format import JsonValue, Manifest, check_json
+from ..storage.index import read_index, read_manifest
+from ..storage.plan import ReadPlan, plan_read
+from ..storage.reader import execute_read, verify_first
+from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, rank_key, read_bytes, sharded_key, sharded_keys
+from .extra_state import decode_extra_state, encode_extra_state
+from .random_state import capture_random_state, random_state_for, restore_random_state
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer keeps beside a model and its optimizers.
+
+    Attributes:
+        lr_schedulers: those that were given by themselves.
+        grad_scaler: the scaler, or None.
+        sharded: key -> this rank's part of a tensor.
+    """
+
+    lr_schedulers: Sequence[LRScheduler] = ()
+    grad_scaler: Any = None
+    sharded: Mapping[str, ShardedWeight] = field(default_factory=dict)
+
+
+def check_trainer_state(lr_scheduler: Any, grad_scaler: Any, sharded: Any) -> TrainerState:
+    """Check what was given.
+
+    Raises:
+        CheckpointError: something is not what it must be.
+    """
+    schedulers = list(lr_scheduler) if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] * (lr_scheduler is not None)
+    for one in schedulers:
+        if not isinstance(one, LRScheduler):
+            raise CheckpointError(f"lr_scheduler: {type(one).__name__} is not one of paddle.optimizer.lr, nor a list of such")
+    weights = {} if sharded is None else sharded
+    if not isinstance(weights, Mapping) or not all(type(key) is str and isinstance(one, ShardedWeight) for key, one in weights.items()):
+        raise CheckpointError("sharded: give a dict of ShardedWeight by str, as sharded_state_dict returns it")
+    return TrainerState(schedulers, grad_scaler, weights)
+
+
+def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, metrics: Mapping[str, float], rank: int) -> tuple[Kept, str]:
+    """Return what a save is to hold of all this on this rank, and a digest of what must be the same on all.
+
+    Raises:
+        CheckpointError: it can't be saved.
+    """
+    common = encode_extra_state(
+        {
+            "extra_state": extra_state,
+            "lr_schedulers": [describe_scheduler(one) for one in state.lr_schedulers],
+            "grad_scaler": None if state.grad_scaler is None else describe_grad_scaler(state.grad_scaler),
+        },
+        "extra_state",
+    )
+    encoded_metrics = json.dumps(metrics).encode()
+    own = encode_extra_state({"random": capture_random_state(), "rank_state": rank_state, "sharded": list(state.sharded)}, "rank_state")
+    data = {rank_key(rank): own}
+    if rank == COORDINATOR:
+        data[COMMON_KEY] = common
+        if metrics:
+            data[METRICS_KEY] = encoded_metrics
+    kept = Kept(data, {sharded_key(key): weight for key, weight in state.sharded.items()})
+    return kept, digest_of(f"{common.hex()} {encoded_metrics.hex()}")
+
+
+def is_json(value: Any) -> bool:
+    """Tell whether a value can stand in a manifest, where ``load`` and people find it."""
+    try:
+        check_json(value, "")
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as a dict of floats.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"metrics[{name!r:.100}] is {value!r:.100}, not a number") from None
+        if type(name) is not str:
+            raise CheckpointError(f"metrics has the key {name!r:.100}, which is no str")
+    return checked
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What this rank read from a checkpoint, and will be given back once the model is loaded.
+
+    Attributes:
+        manifest: of the checkpoint.
+        extra_state: as it was given to the save.
+        rank_states: rank -> what it gave: of this rank, or of all where other ranks than now saved.
+        random: this rank's states of random number generators; None where none were saved, empty where none are wanted.
+        common: what was saved of schedulers and the scaler.
+        reads: of the sharded tensors; None where none were given.
+        sharded: their keys in the checkpoint; empty where none were given.
+        not_asked_for: in words, what is in the checkpoint and was not given to be restored.
+    """
+
+    manifest: Manifest
+    extra_state: Any
+    rank_states: dict[int, Any]
+    random: dict[str, JsonValue] | None
+    common: dict[str, Any]
+    reads: ReadPlan | None
+    sharded: list[str]
+    not_asked_for: list[str]
+
+    def digest(self) -> str:
+        """Return a digest of what must be the same on all ranks."""
+        return digest_of(self.manifest.to_json())
+
+    def apply(self, state: TrainerState) -> list[str]:
+        """Give all but the sharded tensors back, and return, in words, what differs from what was saved."""
+        pairs = zip(state.lr_schedulers, self.common["lr_schedulers"], strict=True) if state.lr_schedulers else ()
+        differences = [restore_scheduler(one, saved) for one, saved in pairs]
+        if state.grad_scaler is not None:
+            differences.append(restore_grad_scaler(state.grad_scaler, self.common["grad_scaler"]))
+        if self.random is None:
+            differences.append("no random number states were saved")
+        elif self.random:
+            differences += restore_random_state(self.random)
+        return [text for text in differences if text is not None]
+
+    def read_sharded(self, state: TrainerState) -> None:
+        """Read the sharded tensors into those that were given."""
+        if self.reads is not None:
+            with destinations([weight.local_tensor for weight in state.sharded.values()]) as views:
+                execute_read(self.reads, views)
+
+
+def read_trainer_state(path: Path, state: TrainerState, rank: int, world_size: int, *, random_state: bool) -> SavedState:
+    """Read what a checkpoint holds for this rank, and check all of it. Nothing is changed.
+
+    Raises:
+        CheckpointError: as :func:`~.loading.load`.
+    """
+    manifest = read_manifest(path)
+    encoded = read_bytes(path, manifest, COORDINATOR, [COMMON_KEY])
+    own: dict[int, dict[str, Any]] = {}
+    if COMMON_KEY in encoded:
+        common = _decoded(path, COMMON_KEY, encoded[COMMON_KEY], {"extra_state", "lr_schedulers", "grad_scaler"})
+        numbers = [rank] if manifest.world_size == world_size else range(manifest.world_size)
+        own = {number: _read_own(path, manifest, number) for number in numbers}
+    else:  # Saved by save() alone.
+        common = {"extra_state": manifest.extra_state, "lr_schedulers": [], "grad_scaler": None}
+    missing, not_asked_for = _compare(state, common)
+    if missing:
+        raise MismatchError(f"'{path}' was saved without {' and '.join(missing)}; nothing was changed. Restore without, or save with")
+    reads, sharded = _plan_sharded(path, state)
+    if not state.sharded and any(one["sharded"] for one in own.values()):
+        not_asked_for.append("sharded")
+    return SavedState(
+        manifest,
+        common["extra_state"],
+        {number: one["rank_state"] for number, one in own.items()},
+        _random_state(rank, world_size, manifest, own) if random_state else {},
+        common,
+        reads,
+        sharded,
+        not_asked_for,
+    )
+
+
+def _random_state(rank: int, world_size: int, manifest: Manifest, own: dict[int, dict[str, Any]]) -> dict[str, JsonValue] | None:
+    if not own:
+        return None
+    return random_state_for(rank, world_size, {number: one["random"] for number, one in own.items()}, manifest.world_size)
+
+
+def _plan_sharded(path: Path, state: TrainerState) -> tuple[ReadPlan | None, list[str]]:
+    """Plan how the sharded tensors are read, check what is read, and return which there are."""
+    if not state.sharded:
+        return None, []
+    index = read_index(path)
+    pieces = [piece_of(sharded_key(key), weight) for key, weight in state.sharded.items()]
+    # What this rank holds nothing of, another one does.
+    reads = plan_read(index, pieces, (), index.stored)
+    reads.problems.raise_if_any()
+    verify_first(reads)
+    return reads, sorted(sharded_keys(index))
+
+
+def _read_own(path: Path, manifest: Manifest, number: int) -> Any:
+    key = rank_key(number)
+    encoded = read_bytes(path, manifest, number, [key])
+    if key not in encoded:
+        raise CorruptCheckpointError(f"'{path}' lacks what rank {number} kept for itself; load another checkpoint")
+    return _decoded(path, key, encoded[key], {"random", "rank_state", "sharded"})
+
+
+def _decoded(path: Path, key: str, encoded: bytearray, fields: set[str]) -> dict[str, Any]:
+    value = decode_extra_state(encoded, f"'{path}', '{key}'")
+    if not isinstance(value, dict) or value.keys() != fields:
+        raise CorruptCheckpointError(f"'{path}', '{key}' is not what a save writes; load another checkpoint")
+    return value
+
+
+def _compare(state: TrainerState, common: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return, in words, what was given and is not saved, and the reverse."""
+    missing, not_asked_for = [], []
+    given, saved = len(state.lr_schedulers), len(common["lr_schedulers"])
+    if given and given != saved:
+        missing.append(f"these {given} lr_schedulers (it has {saved})")
+    elif saved and not given:
+        not_asked_for.append("lr_scheduler")
+    if state.grad_scaler is not None and common["grad_scaler"] is None:
+        missing.append("a grad_scaler")
+    elif state.grad_scaler is None and common["grad_scaler"] is not None:
+        not_asked_for.append("grad_scaler")
+    return missing, not_asked_for

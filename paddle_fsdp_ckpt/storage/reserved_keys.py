@@ -1,0 +1,89 @@
+"""Keys in a checkpoint's files that belong to no model: what ``CheckpointManager`` keeps beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import CheckpointError, CorruptCheckpointError, listing
+from ..pieces import Piece
+from .format import Manifest
+from .index import CheckpointIndex, read_entries
+from .plan import plan_read
+from .reader import execute_read
+
+PREFIX = "@paddle_fsdp_ckpt/"
+"""How all such keys begin."""
+
+COMMON_KEY = f"{PREFIX}common"
+"""What is the same on all ranks: bytes, in the file of rank 0."""
+
+METRICS_KEY = f"{PREFIX}metrics"
+"""Numbers by which a checkpoint is compared with others: JSON, in the file of rank 0, where there are any."""
+
+_SHARDED = f"{PREFIX}sharded/"
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of what is one rank's own: bytes, in that rank's file."""
+    return f"{PREFIX}rank/{rank}"
+
+
+def sharded_key(key: str) -> str:
+    """Return the key of a sharded tensor that a user gave under ``key``."""
+    return f"{_SHARDED}{key}"
+
+
+def sharded_keys(index: CheckpointIndex) -> list[str]:
+    """Return the users' keys of their own sharded tensors in a checkpoint."""
+    return [key.removeprefix(_SHARDED) for key in index.stored if key.startswith(_SHARDED)]
+
+
+def check_not_reserved(keys: Iterable[str]) -> None:
+    """Raise where a key of a model or optimizer is one of ours.
+
+    Raises:
+        CheckpointError: it names them.
+    """
+    taken = [key for key in keys if key.startswith(PREFIX)]
+    if taken:
+        raise CheckpointError(f"names that begin with '{PREFIX}' are kept for this package: {listing(taken)}; rename them")
+
+
+def without_reserved(index: CheckpointIndex) -> CheckpointIndex:
+    """Return the index of what belongs to the model and its optimizers alone."""
+    ours = [key for key in index.stored if key.startswith(PREFIX)]
+    if not ours:
+        return index
+    stored = {key: pieces for key, pieces in index.stored.items() if not key.startswith(PREFIX)}
+    return replace(index, stored=stored, dtypes={key: index.dtypes[key] for key in stored})
+
+
+def bytes_piece(key: str, nbytes: int) -> Piece:
+    """Return the piece under which a number of bytes, at least one, is stored."""
+    return Piece(key, "uint8", (nbytes,), (0,), (nbytes,))
+
+
+def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -> dict[str, bytearray]:
+    """Read bytes that were stored under some keys in the file of one rank; keys that it lacks are left out. Digests are checked.
+
+    Raises:
+        CheckpointError: as :func:`~.storage.index.read_index`, where the file is missing or damaged.
+    """
+    record = manifest.files[file]
+    index = CheckpointIndex(path, (record,), {}, {}, None)
+    entries = [entry for entry in read_entries(path, record) if entry[0] in keys]
+    list(index.add(0, entries))
+    there = [key for key in keys if key in index]
+    if not there:
+        return {}
+    values = {key: bytearray(math.prod(index.global_shape(key))) for key in there}
+    plan = plan_read(index, [bytes_piece(key, len(values[key])) for key in there], ())
+    if plan.problems:
+        raise CorruptCheckpointError(
+            f"'{path / record.name}' holds something else than bytes under {listing(there)}; load another checkpoint"
+        )
+    execute_read(plan, [memoryview(values[key]) for key in there])
+    return values

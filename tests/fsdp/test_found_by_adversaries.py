@@ -1,0 +1,191 @@
+"""Programs that once trained to other weights than the plain model, without an error; now they are right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from harness import RankPool, this_rank
+from paddle import nn
+
+import paddle_fsdp_ckpt as ckpt
+
+Ranks = Callable[[int], RankPool]
+
+
+def net() -> nn.Layer:
+    paddle.seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+def loss_of(model: nn.Layer, step: int = 0) -> paddle.Tensor:
+    return model(paddle.arange(15, dtype="float32").reshape([3, 5]) * 0.1 + step).square().mean()
+
+
+def sgd(model: nn.Layer, **settings: Any) -> Any:
+    return paddle.optimizer.SGD(0.1, parameters=model.parameters(), **settings)
+
+
+def weights_after(sharded: bool, clears: list[bool], **settings: Any) -> dict[str, np.ndarray]:
+    model = net()
+    optimizer = sgd(model, **settings)
+    if sharded:
+        ckpt.fully_shard(model, optimizer=optimizer)
+    for step, clear in enumerate(clears):
+        loss_of(model, step).backward()
+        optimizer.step()
+        if clear:
+            optimizer.clear_grad()
+    if sharded:
+        return {name: tensor.numpy() for name, tensor in ckpt.full_state_dict(model, to_rank=None).items()}
+    return {name: parameter.numpy() for name, parameter in model.named_parameters()}
+
+
+def clipped_gradients_stay_clipped() -> None:
+    settings = {"grad_clip": nn.ClipGradByGlobalNorm(0.05)}
+    right = weights_after(False, [False, True, False, False], **settings)
+    found = weights_after(True, [False, True, False, False], **settings)
+    for name, value in right.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def zeros_from_before_are_gradients() -> None:
+    weights = []
+    for sharded in (False, True):
+        model = net()
+        optimizer = paddle.optimizer.Momentum(0.1, parameters=model[2].parameters(), weight_decay=0.1)
+        loss_of(model).backward()
+        model.clear_gradients()
+        if sharded:
+            ckpt.fully_shard(model, optimizer=optimizer)
+        optimizer.step()  # by weight decay alone
+        tensors = ckpt.full_state_dict(model, to_rank=None) if sharded else dict(model.named_parameters())
+        weights.append({name: tensor.numpy() for name, tensor in tensors.items() if name.startswith("2.")})
+    for name, value in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], value, rtol=0, atol=1e-7, err_msg=name)
+
+
+class Strange(paddle.regularizer.L2Decay):
+    def __call__(self, param: Any, grad: Any, block: Any) -> Any:
+        return param / param.norm()
+
+
+def _refused(kind: str) -> None:
+    model = net()
+    if kind == "write, then step":
+        optimizer = sgd(model)
+        ckpt.fully_shard(model, optimizer=optimizer)
+        loss_of(model)
+        nn.initializer.XavierUniform()(model[0].weight)
+        optimizer.step()
+    elif kind == "write, then local":
+        ckpt.fully_shard(model, optimizer=None)
+        paddle.assign(paddle.ones([5, 7]), model[0].weight)
+        with ckpt.local_parameters(model):
+            pass
+    elif kind == "own weight decay":
+        ckpt.fully_shard(model, optimizer=sgd(model, weight_decay=Strange(0.1)))
+    elif kind == "own weight decay of a group":
+        groups = [{"params": model.parameters(), "weight_decay": Strange(0.1)}]
+        ckpt.fully_shard(model, optimizer=paddle.optimizer.SGD(0.1, parameters=groups))
+    elif kind == "own regularizer later":
+        optimizer = sgd(model)
+        ckpt.fully_shard(model, optimizer=optimizer)
+        optimizer.regularization = Strange(0.1)
+        loss_of(model).backward()
+        optimizer.step()
+    elif kind == "parameter's regularizer later":
+        ckpt.fully_shard(model, optimizer=sgd(model))
+        model[0].weight.regularizer = Strange(0.1)
+    elif kind in ("clip by hand", "lamb by hand"):
+        clip = nn.ClipGradByGlobalNorm(0.1)
+        lamb = paddle.optimizer.Lamb(0.1, parameters=model.parameters())
+        optimizer = sgd(model, grad_clip=clip) if kind == "clip by hand" else lamb
+        ckpt.fully_shard(model, optimizer=None)
+        loss_of(model).backward()
+        with ckpt.local_parameters(model):
+            optimizer.step()
+    elif kind == "a view as a buffer":
+        model.register_buffer("transposed", model[0].weight.detach().T)
+        ckpt.fully_shard(model, optimizer=None)
+    elif kind == "a view as an attribute":
+        with paddle.no_grad():
+            model[0].same = model[0].weight.reshape([-1])
+        ckpt.fully_shard(model, optimizer=None)
+    elif kind == "gradients from before":
+        loss_of(model).backward()
+        ckpt.fully_shard(model, optimizer=sgd(model))
+    elif kind == "static":
+        ckpt.fully_shard(model, optimizer=sgd(model))
+        loss_of(paddle.jit.to_static(model, full_graph=False))
+
+
+REFUSED = {
+    "write, then step": "written to while it was sharded",
+    "write, then local": "written to while it was sharded",
+    "own weight decay": "neither a number nor L1Decay",
+    "own weight decay of a group": "neither L1Decay nor L2Decay",
+    "own regularizer later": "neither a number nor L1Decay",
+    "parameter's regularizer later": "neither L1Decay nor L2Decay",
+    "clip by hand": "needs norms of whole gradients",
+    "lamb by hand": "needs norms of whole gradients",
+    "a view as a buffer": "share memory",
+    "a view as an attribute": "share memory",
+    "gradients from before": "parameters have gradients",
+    "static": "to_static",
+}
+
+
+def refused(kind: str) -> str:
+    with pytest.raises(ckpt.CheckpointError) as caught:
+        _refused(kind)
+    return str(caught.value)
+
+
+def step_with_other_settings(kind: str) -> str:
+    rank = this_rank().rank
+    model = net()
+    settings: dict[str, Any] = {
+        "weight_decay": {"weight_decay": 0.1 * rank + 0.1},
+        "clip": {"grad_clip": nn.ClipGradByGlobalNorm(1.0 + rank)},
+        "group": {},
+        "cleared": {},
+    }[kind]
+    held = [{"params": model.parameters(), "learning_rate": 1 + rank}] if kind == "group" else model.parameters()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=held, **settings)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    if kind == "cleared":
+        loss_of(model).backward()
+        optimizer.step()
+        if rank == 0:
+            optimizer.clear_grad(set_to_zero=False)
+    loss_of(model).backward()
+    with pytest.raises(ckpt.ShardingError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clipping_leaves_the_clipped_gradient(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size).run(clipped_gradients_stay_clipped)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_gradients_from_before_sharding_count(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size).run(zeros_from_before_are_gradients)
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_refused(ranks: Ranks, world_size: int, kind: str) -> None:
+    for message in ranks(world_size).run(refused, kind):
+        assert REFUSED[kind] in message
+
+
+@pytest.mark.parametrize("kind", ["weight_decay", "clip", "group", "cleared"])
+def test_ranks_with_other_settings_are_refused(ranks: Ranks, kind: str) -> None:
+    for message in ranks(2).run(step_with_other_settings, kind):
+        assert "between ranks" in message or "the ranks differ" in message

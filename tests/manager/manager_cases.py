@@ -1,0 +1,549 @@
+"""What runs on the ranks to train under a manager, stop, and go on."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from harness import this_rank
+from paddle import nn
+from paddle.amp import grad_scaler
+from paddle.nn import functional as F
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt import CheckpointManager
+
+GLOBAL_BATCH = 12
+
+
+class Model(nn.Layer):
+    """Small, with dropout, so that a resumed run must draw the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 7)
+        self.down = nn.Linear(7, 1)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.down(F.dropout(F.gelu(self.up(x)), 0.2))
+
+
+def call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call one of these functions with arguments by name too."""
+    return globals()[name](*arguments, **options)
+
+
+def build(seed: int = 1) -> tuple[Model, Any]:
+    paddle.seed(seed)
+    model = Model()
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=optimizer)
+    paddle.seed(1000 * seed + this_rank().rank)
+    random.seed(seed)
+    np.random.seed(seed)
+    return model, optimizer
+
+
+def train_step(model: Model, optimizer: Any) -> float:
+    """One step on data drawn from numpy's global generator, which is alike on all ranks."""
+    place = this_rank()
+    rows = GLOBAL_BATCH // place.world_size
+    x = paddle.to_tensor(np.random.randn(GLOBAL_BATCH, 4).astype("float32")[place.rank * rows :][:rows])
+    loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    value = loss.detach().clone()
+    if place.world_size > 1:
+        dist.all_reduce(value)
+    return value.item() / place.world_size + random.random()
+
+
+def weights(model: Model) -> dict[str, np.ndarray]:
+    return {key: weight.local_tensor.numpy().copy() for key, weight in ckpt.sharded_state_dict(model).items()}
+
+
+def run(root: str, first: int, last: int, every: int = 1, **options: Any) -> tuple[list[float], list[int]]:
+    """Train the steps first to last from what was restored, saving; return losses and what the root holds."""
+    model, optimizer = build(seed=first + 1)
+    losses = []
+    with CheckpointManager(root, **options) as checkpoints:
+        start = checkpoints.restore(model=model, optimizer=optimizer) or 0
+        assert start == first
+        for step in range(start, last):
+            losses.append(train_step(model, optimizer))
+            if (step + 1) % every == 0:
+                checkpoints.save(step + 1, model=model, optimizer=optimizer, metrics={"loss": losses[-1]})
+        checkpoints.wait()
+        steps = checkpoints.all_steps()
+    return losses, steps
+
+
+def restore_only(root: str, options: dict[str, Any] | None = None, **arguments: Any) -> tuple[int | None, Any]:
+    model, optimizer = build(seed=77)
+    with CheckpointManager(root, **(options or {})) as checkpoints:
+        step = checkpoints.restore(model=model, optimizer=optimizer, **arguments)
+        report = checkpoints.restored
+        return step, None if report is None else (report.skipped, report.fell_back_from, str(report))
+
+
+def refuse(root: str, call: str, options: dict[str, Any] | None = None, **arguments: Any) -> tuple[str, str, bool]:
+    """Call something that must raise: its kind, its text, and whether model and optimizer are as they were."""
+    model, optimizer = build(seed=77)
+    before = weights(model)
+    checkpoints = CheckpointManager(root, **(options or {}))
+    try:
+        getattr(checkpoints, call)(model=model, optimizer=optimizer, **arguments)
+    except ckpt.CheckpointError as error:
+        same = all(np.array_equal(before[key], value) for key, value in weights(model).items())
+        return type(error).__name__, str(error), same
+    finally:
+        checkpoints.close()
+    raise AssertionError("it did not raise")
+
+
+def save_in_used_root(root: str, *, resume: bool, step: int, **options: Any) -> list[int]:
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root, **options) as checkpoints:
+        if resume:
+            checkpoints.restore(model=model, optimizer=optimizer)
+        checkpoints.save(step, model=model, optimizer=optimizer)
+        return checkpoints.all_steps()
+
+
+def go_back(root: str, step: int, later: int, *, discard_later: bool) -> tuple[list[int], list[int]]:
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.restore(model=model, optimizer=optimizer, step=step, discard_later=discard_later)
+        before = checkpoints.all_steps()
+        checkpoints.save(later, model=model, optimizer=optimizer)
+        return before, checkpoints.all_steps()
+
+
+def fall_back_and_go_on(root: str, later: int) -> tuple[int | None, list[int]]:
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root) as checkpoints:
+        step = checkpoints.restore(model=model, optimizer=optimizer, fall_back=True)
+        checkpoints.save(later, model=model, optimizer=optimizer)
+        return step, checkpoints.all_steps()
+
+
+def average_of(model: Model, fill: float) -> dict[str, Any]:
+    """A tensor for each weight, cut as it is: an average of the weights, say."""
+    average = {}
+    for key, weight in ckpt.sharded_state_dict(model).items():
+        average[key] = copy.copy(weight)
+        average[key].local_tensor = paddle.full(weight.local_tensor.shape, fill) + weight.local_tensor.detach()
+    return average
+
+
+EXTRA = {"epoch": 3, "nested": [1.5, None, "x"], "@array": True, "order": np.arange(5, dtype="uint32"), "big": np.float64(2.5)}
+
+
+def everything() -> tuple[Any, ...]:
+    """A schedule of its own, and a scaler that is enabled as it would be on a GPU."""
+    schedule = paddle.optimizer.lr.StepDecay(0.5, step_size=2)
+    kept = grad_scaler._dygraph_tracer
+    grad_scaler._dygraph_tracer = lambda: SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
+    try:
+        return schedule, paddle.amp.GradScaler(init_loss_scaling=64.0)
+    finally:
+        grad_scaler._dygraph_tracer = kept
+
+
+def save_everything(root: str, *, async_save: bool) -> dict[str, np.ndarray]:
+    model, optimizer = build(seed=3)
+    schedule, scaler = everything()
+    for _ in range(3):
+        schedule.step()
+    scaler._scale = paddle.to_tensor([8.0])
+    average = average_of(model, 1.0)
+    own = {key: weight.local_tensor.numpy().copy() for key, weight in average.items()}
+    extra = copy.deepcopy(EXTRA) | {"tensor": paddle.to_tensor([1.0, 2.0]).astype("bfloat16")}
+    with CheckpointManager(root, async_save=async_save) as checkpoints:
+        checkpoints.save(
+            10,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            grad_scaler=scaler,
+            extra_state=extra,
+            rank_state={"sample": this_rank().rank * 100, "seen": np.array([this_rank().rank])},
+            sharded=average,
+        )
+        # All of this must not be in the checkpoint.
+        schedule.step()
+        extra["order"][:] = 0
+        for weight in average.values():
+            weight.local_tensor.zero_()
+    return own
+
+
+def restore_everything(root: str) -> tuple[Any, ...]:
+    model, optimizer = build(seed=4)
+    schedule, scaler = everything()
+    average = average_of(model, 5.0)
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.restore(model=model, optimizer=optimizer, lr_scheduler=schedule, grad_scaler=scaler, sharded=average)
+        report = checkpoints.restored
+    assert report is not None
+    extra = dict(report.extra_state)
+    tensor = extra.pop("tensor")
+    described = (str(tensor.dtype), tensor.astype("float32").tolist())
+    pieces = {key: (weight.flattened_range, weight.local_tensor.numpy().copy()) for key, weight in average.items()}
+    return schedule.last_epoch, float(scaler._scale.item()), extra, described, report.rank_states, pieces, report.differences
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(paddle.rand([1]).item())
+
+
+def save_and_draw(root: str, *, alike: bool) -> tuple[float, float, float]:
+    model, optimizer = build()
+    seed = 5 if alike else 5 + this_rank().rank
+    random.seed(seed)
+    np.random.seed(seed)
+    paddle.seed(seed)
+    draws()
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+    return draws()
+
+
+def restore_and_draw(root: str) -> tuple[float, float, float]:
+    model, optimizer = build(seed=9)
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.restore(model=model, optimizer=optimizer)
+    return draws()
+
+
+def save_async_and_change(root: str, path: str) -> tuple[bool, list[float]]:
+    """Save in the background, and change everything in place the moment the call returns; a plain save before says what is right."""
+    model, optimizer = build(seed=3)
+    for _ in range(2):
+        train_step(model, optimizer)
+    ckpt.save(path, model=model, optimizer=optimizer, step=10)
+    with CheckpointManager(root, async_save=True) as checkpoints:
+        checkpoints.save(10, model=model, optimizer=optimizer)
+        with paddle.no_grad():
+            for parts in (ckpt.sharded_state_dict(model), ckpt.optimizer_sharded_state_dict(optimizer)):
+                for weight in parts.values():
+                    weight.local_tensor.fill_(123.0)
+        before = checkpoints.latest_step()
+        checkpoints.wait()
+        return before is None, [float(checkpoints.latest_step() or 0)]
+
+
+def save_often(root: str, when_busy: str, count: int) -> tuple[list[int], int, int]:
+    """Save again and again in the background; return what was kept, refused, and the size of the buffer in bytes."""
+    model, optimizer = build(seed=3)
+    refused = 0
+    sizes = set()
+    with CheckpointManager(root, async_save=True, when_busy=when_busy, max_to_keep=2) as checkpoints:
+        for step in range(1, count + 1):
+            try:
+                checkpoints.save(step, model=model, optimizer=optimizer)
+            except ckpt.CheckpointError as error:
+                if "still being written" not in str(error):
+                    raise
+                refused += 1
+            sizes.add(checkpoints._buffer.nbytes)
+        checkpoints.wait()
+        steps = checkpoints.all_steps()
+    assert len(sizes) == 1
+    return steps, refused, sizes.pop()
+
+
+def fail_in_background(root: str) -> tuple[str, list[int]]:
+    """A save whose target can't be made: the error comes at wait(), once."""
+    model, optimizer = build(seed=3)
+    checkpoints = CheckpointManager(root, async_save=True)
+    if this_rank().rank == 0:
+        Path(root).write_text("a file where the root should be")
+    dist.barrier()
+    checkpoints.save(1, model=model, optimizer=optimizer)
+    try:
+        checkpoints.wait()
+    except ckpt.CheckpointError as error:
+        text = str(error)
+    else:
+        raise AssertionError("it did not raise")
+    checkpoints.close()
+    return text, checkpoints.all_steps()
+
+
+def vote_by_signal(root: str, signalled_rank: int, at_step: int, steps: int) -> tuple[list[int], int]:
+    """Return the steps at which it was said to save, and the one at which the loop was told to stop."""
+    due = []
+    with CheckpointManager(root, save_every_steps=4, save_signals=[signal.SIGUSR2], stop_signals=[signal.SIGTERM]) as checkpoints:
+        for step in range(1, steps + 1):
+            if step == at_step and this_rank().rank == signalled_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if step == 2 and this_rank().rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if checkpoints.should_save(step):
+                due.append(step)
+            if checkpoints.should_stop:
+                break
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return due, step
+
+
+def vote_while_signalled(root: str, times: int) -> int:
+    """Vote while this process gets signals all the time, and return how many of the votes were to save."""
+    code = f"import os, signal, time\nwhile True:\n    os.kill({os.getpid()}, signal.SIGUSR2)\n    time.sleep(0.0002)"
+    with CheckpointManager(root, save_signals=[signal.SIGUSR2]) as checkpoints:
+        sender = subprocess.Popen([sys.executable, "-S", "-c", code])
+        try:
+            saves = sum(checkpoints.should_save(step) for step in range(times))
+        finally:
+            sender.kill()
+            sender.wait()
+    return saves
+
+
+def vote_by_time(root: str) -> list[bool]:
+    with CheckpointManager(root, save_every_minutes=1e-9) as checkpoints:
+        return [checkpoints.should_save(step) for step in range(3)]
+
+
+def count_votes(root: str, times: int) -> list[int]:
+    with CheckpointManager(root, save_signals=[signal.SIGUSR2]) as checkpoints:
+        due = []
+        for step in range(times):
+            if step % 3 == this_rank().rank:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            due += [step] * checkpoints.should_save(step)
+        return due
+
+
+def events_of(root: str) -> list[str]:
+    """The hook's events of two saves and a restore; the second call of the hook fails, which stops nothing."""
+    model, optimizer = build()
+    seen = []
+
+    def hook(event: Any) -> None:
+        seen.append(f"{event.kind} {event.step}")
+        if len(seen) == 2:
+            raise ValueError("no such board")
+
+    with CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
+        checkpoints.restore(model=model, optimizer=optimizer)
+    return seen
+
+
+def fail_to_remove(root: str) -> tuple[list[int], list[int]]:
+    """A step that can't be removed is there after the save, and gone after the next."""
+    from paddle_fsdp_ckpt.manager import save_job as module
+
+    model, optimizer = build()
+    original = module.hide_step
+
+    def refuse_once(where: Path, step: int) -> Path:
+        raise PermissionError(13, "not today", str(where))
+
+    with CheckpointManager(root, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        module.hide_step = refuse_once
+        try:
+            checkpoints.save(2, model=model, optimizer=optimizer)
+        finally:
+            module.hide_step = original
+        kept = checkpoints.all_steps()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        return kept, checkpoints.all_steps()
+
+
+def same_values(path: str, other: str) -> bool:
+    """Load two checkpoints, and compare all that this rank keeps, bit for bit."""
+    kept = []
+    for one in (path, other):
+        model, optimizer = build(seed=8)
+        ckpt.load(one, model=model, optimizer=optimizer)
+        parts = {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(optimizer)}
+        kept.append({key: weight.local_tensor.numpy().tobytes() for key, weight in parts.items()})
+    return kept[0] == kept[1] and len(kept[0]) > 4
+
+
+def save_while_held_up(root: str) -> tuple[str, list[int]]:
+    """Save while the one before can't go on, because its hook waits; the hook is rank 0's alone."""
+    go_on = threading.Event()
+    model, optimizer = build()
+    checkpoints = CheckpointManager(root, async_save=True, when_busy="refuse", on_event=lambda _: go_on.wait(20))
+    checkpoints.save(1, model=model, optimizer=optimizer)
+    try:
+        checkpoints.save(2, model=model, optimizer=optimizer)
+    except ckpt.CheckpointError as error:
+        kind = type(error).__name__
+    go_on.set()
+    checkpoints.close()
+    return kind, checkpoints.all_steps()
+
+
+def soak(root: str, saves: int) -> dict[str, int]:
+    """The short form of ``ci/soak.py``."""
+    path = Path(__file__).resolve().parents[2] / "ci" / "soak.py"
+    return runpy.run_path(str(path))["soak"](root, saves)
+
+
+def plain_load(path: str) -> tuple[Any, list[str], bool]:
+    model, optimizer = build(seed=6)
+    report = ckpt.load(path, model=model, optimizer=optimizer)
+    return report.extra_state, report.unexpected, report.is_exact
+
+
+def save_with_extra(root: str) -> None:
+    model, optimizer = build()
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer, extra_state={"epoch": 2}, sharded=average_of(model, 1.0))
+
+
+def save_plainly(root: str) -> None:
+    model, optimizer = build()
+    ckpt.save(f"{root}/step_00000003", model=model, optimizer=optimizer, step=3, extra_state={"epoch": 2})
+
+
+def restore_plain(root: str) -> tuple[int | None, Any, dict[int, Any], list[str]]:
+    model, optimizer = build(seed=6)
+    with CheckpointManager(root) as checkpoints:
+        step = checkpoints.restore(model=model, optimizer=optimizer)
+        report = checkpoints.restored
+    assert report is not None
+    return step, report.extra_state, report.rank_states, report.differences
+
+
+def restore_other(root: str, which: str) -> None:
+    """Give a restore what was not saved."""
+    model, optimizer = build(seed=6)
+    schedule, scaler = everything()
+    average = average_of(model, 5.0)
+    more = {f"more.{key}": weight for key, weight in average.items()}
+    options: dict[str, Any] = {
+        "lr_scheduler": {"lr_scheduler": schedule},
+        "grad_scaler": {"grad_scaler": scaler},
+        "two schedules": {"lr_scheduler": [schedule, schedule]},
+        "sharded": {"sharded": average | more},
+        "less sharded": {"sharded": {"up.bias": average["up.bias"]} if "up.bias" in average else {}},
+    }
+    before = weights(model)
+    checkpoints = CheckpointManager(root)
+    try:
+        checkpoints.restore(model=model, optimizer=optimizer, **options[which])
+    finally:
+        checkpoints.close()
+        if any(not np.array_equal(before[key], value) for key, value in weights(model).items()):
+            raise AssertionError("it changed something")
+
+
+def save_other(root: str, which: str) -> None:
+    """Give a save what can't be saved, or what differs between ranks."""
+    model, optimizer = build()
+    rank = this_rank().rank
+    options: dict[str, Any] = {
+        "extra_state": {"extra_state": {"rank": rank}},
+        "step": {"step": 1 + rank},
+        "tuple": {"rank_state": (1, 2)},
+        "metrics": {"metrics": {"loss": "low"}},
+        "lr_scheduler": {"lr_scheduler": 0.1},
+        "grad_scaler": {"grad_scaler": 64.0},
+        "sharded": {"sharded": {"x": paddle.ones([3])}},
+    }
+    checkpoints = CheckpointManager(root)
+    try:
+        checkpoints.save(**({"step": 1} | options[which]), model=model, optimizer=optimizer)
+    finally:
+        checkpoints.close()
+
+
+def open_with(root: str, options: dict[str, Any]) -> None:
+    CheckpointManager(root, **options).close()
+
+
+def open_differently(root: str) -> None:
+    CheckpointManager(f"{root}{this_rank().rank}").close()
+
+
+def use_after_close(root: str) -> list[str]:
+    model, _ = build()
+    checkpoints = CheckpointManager(root)
+    checkpoints.close()
+    checkpoints.close()
+    texts = []
+    for use in (lambda: checkpoints.save(1, model=model), lambda: checkpoints.restore(model=model)):
+        try:
+            use()
+        except ckpt.CheckpointError as error:
+            texts.append(str(error))
+    return texts
+
+
+def leave_by_an_error(root: str) -> list[int]:
+    """Leave the block by an error on every rank at once: nobody waits for another, and what was begun is finished."""
+    model, optimizer = build()
+    try:
+        with CheckpointManager(root, async_save=True, stop_signals=[signal.SIGTERM]) as checkpoints:
+            checkpoints.save(1, model=model, optimizer=optimizer)
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        return checkpoints.all_steps()
+
+
+def die_in_background(root: str, dying: int) -> tuple[str, str, float]:
+    """One rank is killed while it writes in the background: what the others hear at wait(), and how long it took."""
+    from paddle_fsdp_ckpt import saving as module
+
+    model, optimizer = build()
+    checkpoints = CheckpointManager(root, async_save=True, timeout_seconds=1.0)
+    if this_rank().rank == dying:
+        module.write_rank_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.save(1, model=model, optimizer=optimizer)
+    started = time.monotonic()
+    try:
+        checkpoints.wait()
+    except ckpt.CheckpointError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    raise AssertionError("it did not raise")
+
+
+def full_disk_in_background(root: str, failing: int) -> tuple[str, list[int], list[int]]:
+    """One rank's disk is full for one save in the background: all hear of it, and the next save succeeds."""
+    from paddle_fsdp_ckpt import saving as module
+
+    model, optimizer = build()
+    original = module.write_rank_file
+
+    def fail(path: Path, *_: Any) -> Any:
+        raise OSError(28, "No space left on device", str(path))
+
+    with CheckpointManager(root, async_save=True) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        checkpoints.wait()
+        if this_rank().rank == failing:
+            module.write_rank_file = fail
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        try:
+            checkpoints.save(3, model=model, optimizer=optimizer)
+        except ckpt.CheckpointError as error:
+            text = str(error)
+        finally:
+            module.write_rank_file = original
+        steps = checkpoints.all_steps()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        checkpoints.wait()
+        return text, steps, checkpoints.all_steps()

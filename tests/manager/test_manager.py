@@ -1,0 +1,234 @@
+"""A run under a manager: resumed in one line, at any number of ranks, and never from what is half there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import manager_cases as cases
+import numpy as np
+import pytest
+from harness import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def on(pool: RankPool, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Run a function on all ranks, with arguments by name too."""
+    return pool.run(cases.call, function.__name__, arguments, options)
+
+
+def errors_on(pool: RankPool, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[RankError]:
+    """Run a function that raises on all ranks."""
+    return pool.errors(cases.call, function.__name__, arguments, options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    whole = on(ranks(world_size), cases.run, str(tmp_path / "whole"), 0, 6)
+    first = on(ranks(world_size), cases.run, str(tmp_path / "cut"), 0, 3)
+    second = on(ranks(world_size), cases.run, str(tmp_path / "cut"), 3, 6)
+    for (uninterrupted, _), (before, _), (after, _) in zip(whole, first, second, strict=True):
+        assert before + after == uninterrupted
+
+
+def test_the_manager_works_without_a_job(tmp_path: Path, single: RankPool) -> None:
+    assert [steps for _, steps in on(single, cases.run, str(tmp_path / "root"), 0, 3, 1)] == [[1, 2, 3]]
+
+
+def test_an_empty_root_restores_nothing(tmp_path: Path, ranks: Ranks) -> None:
+    assert on(ranks(2), cases.restore_only, str(tmp_path / "root")) == [(None, None)] * 2
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, rank_pools: object) -> Path:
+    """A root of 2 ranks with steps 1 to 3."""
+    root = tmp_path_factory.mktemp("saved") / "root"
+    on(rank_pools.pool(2), cases.run, str(root), 0, 3)  # type: ignore[attr-defined]
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "root")
+
+
+def flip(path: Path) -> None:
+    """Flip a bit near the end of a file, among the values."""
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_restore_skips_what_is_no_step_and_says_so(world_size: int, root: Path, ranks: Ranks) -> None:
+    (root / ".step_00000009.staging-0123456789abcdef").mkdir()
+    (root / "step_00000007").mkdir()
+    (root / "step_8").mkdir()
+    (root / "notes.txt").write_text("mine")
+    for step, report in on(ranks(world_size), cases.restore_only, str(root)):
+        assert step == 3
+        assert report[0] == {
+            ".step_00000009.staging-0123456789abcdef": "what a save that was killed, or is not finished, wrote",
+            "step_00000007": "it has no manifest.json, so no save of this package finished it",
+            "step_8": "not made by this manager",
+            "notes.txt": "not made by this manager",
+        }
+    assert sorted(path.name for path in root.iterdir() if not path.name.endswith("jsonl")) == sorted(
+        [".step_00000009.staging-0123456789abcdef", "step_00000007", "step_8", "notes.txt"] + [f"step_0000000{n}" for n in (1, 2, 3)]
+    )
+
+
+def test_the_next_save_clears_left_overs_and_nothing_foreign(root: Path, ranks: Ranks) -> None:
+    for name in (".step_00000009.staging-0123456789abcdef", ".step_00000002.removed-0123456789abcdef", ".other.staging-0123456789abcdef"):
+        (root / name).mkdir()
+        (root / name / "file").write_text("x")
+    (root / "notes.txt").write_text("mine")
+    assert on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=4, max_to_keep=2) == [[3, 4]] * 2
+    names = sorted(path.name for path in root.iterdir())
+    assert names == [".other.staging-0123456789abcdef", "history.jsonl", "notes.txt", "step_00000003", "step_00000004"]
+
+
+def test_a_killed_replacement_is_healed(root: Path, ranks: Ranks) -> None:
+    (root / "step_00000003").rename(root / ".step_00000003.replaced-0123456789abcdef")
+    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "manifest", "own state", "renamed"])
+def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(damage: str, root: Path, ranks: Ranks) -> None:
+    newest = root / "step_00000003"
+    if damage == "flip":
+        flip(newest / "1_0.safetensors")
+    elif damage == "missing":
+        (newest / "1_0.safetensors").unlink()
+    elif damage == "manifest":
+        (newest / "manifest.json").write_text("{}")
+    elif damage == "own state":
+        data = (newest / "1_0.safetensors").read_bytes()
+        assert data.count(b"mt19937") + data.count(b"MT19937") == 1
+        (newest / "1_0.safetensors").write_bytes(data.replace(b"MT19937", b"MT19938"))
+    else:
+        newest.rename(root / "step_00000005")
+    name = "step_00000005" if damage == "renamed" else "step_00000003"
+    for kind, text, unchanged in on(ranks(2), cases.refuse, str(root), "restore"):
+        assert f"{name} is damaged, and the step before it is step_00000002: restore(fall_back=True) takes that." in text
+        assert kind in ("CorruptCheckpointError", "IncompleteCheckpointError", "RankFailedError")
+        assert unchanged
+    for step, later in on(ranks(2), cases.fall_back_and_go_on, str(root), 3):
+        assert (step, later) == (2, [1, 2, 3])
+    assert not (root / "step_00000005").exists()
+    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+
+
+def test_a_step_that_does_not_fit_is_no_damage(root: Path, ranks: Ranks) -> None:
+    for kind, text, unchanged in on(ranks(2), cases.refuse, str(root), "restore", fall_back=True, lr_scheduler=[], parts=["nonsense"]):
+        assert kind == "CheckpointError"
+        assert "nonsense" in text
+        assert unchanged
+
+
+def test_one_step_can_be_chosen(root: Path, ranks: Ranks) -> None:
+    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root), step=2)] == [2, 2]
+    for kind, text, _ in on(ranks(2), cases.refuse, str(root), "restore", step=7):
+        assert kind == "IncompleteCheckpointError"
+        assert "has no step_00000007; it has step_00000001, step_00000002, step_00000003" in text
+
+
+def test_a_used_root_needs_a_choice(root: Path, ranks: Ranks) -> None:
+    for kind, text, _ in on(ranks(2), cases.refuse, str(root), "save", step=4):
+        assert kind == "TargetExistsError"
+        assert "of an earlier run; nothing was saved. Go on with restore()" in text
+    assert on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=4) == [[1, 2, 3, 4]] * 2
+
+
+def test_a_new_run_can_overwrite_a_root(root: Path, ranks: Ranks) -> None:
+    (root / "notes.txt").write_text("mine")
+    for step, _ in on(ranks(2), cases.restore_only, str(root), {"overwrite": True}):
+        assert step is None
+    assert (root / "step_00000003").exists()
+    assert on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=2, overwrite=True) == [[2]] * 2
+    assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", "notes.txt", "step_00000002"]
+
+
+def test_steps_ascend(root: Path, ranks: Ranks) -> None:
+    for kind, text, _ in on(ranks(2), cases.refuse, str(root), "save", {"overwrite": True}, step=-1):
+        assert (kind, "step is -1, and must be at least 0" in text) == ("CheckpointError", True)
+    for error in errors_on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=3):
+        assert "step 3 is not later than step_00000003" in error.message
+    assert on(ranks(2), cases.go_back, str(root), 1, 2, discard_later=True) == [([1], [1, 2])] * 2
+    assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", "step_00000001", "step_00000002"]
+
+
+def test_going_back_discards_nothing_unasked(root: Path, ranks: Ranks) -> None:
+    for error in errors_on(ranks(2), cases.go_back, str(root), 1, 2, discard_later=False):
+        assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
+    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+
+
+def test_the_best_and_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
+    from paddle_fsdp_ckpt import KeepBest, KeepEvery
+
+    results = on(ranks(2), cases.run, str(tmp_path / "root"), 0, 7, 1, max_to_keep=1, keep=[KeepBest("loss"), KeepEvery(3)])
+    for losses, steps in results:
+        assert steps == sorted({3, 6, 7, 1 + int(np.argmin(losses))})
+    assert sorted(path.name for path in (tmp_path / "root").glob("step_*")) == [f"step_{step:08d}" for step in results[0][1]]
+    # A later run knows the metrics of the steps that are there.
+    losses, kept = results[0]
+    later, steps = on(ranks(2), cases.run, str(tmp_path / "root"), 7, 8, 1, keep=[KeepBest("loss", mode="max")])[0]
+    worst = max([(losses[step - 1], step) for step in kept] + [(later[0], 8)])[1]
+    assert steps == sorted({worst, 8})
+
+
+def test_a_failed_removal_stops_nobody_and_is_tried_again(tmp_path: Path, ranks: Ranks) -> None:
+    assert on(ranks(2), cases.fail_to_remove, str(tmp_path / "root")) == [([1, 2], [3])] * 2
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_everything_is_restored(async_save: bool, tmp_path: Path, ranks: Ranks) -> None:
+    saved = on(ranks(2), cases.save_everything, str(tmp_path / "root"), async_save=async_save)
+    for world_size in (2, 3, 1):
+        results = on(ranks(world_size), cases.restore_everything, str(tmp_path / "root"))
+        for rank, (epoch, scale, extra, tensor, rank_states, _, differences) in enumerate(results):
+            assert (epoch, scale, differences) == (3, 8.0, [])
+            order, big = extra.pop("order"), extra.pop("big")
+            assert (order.dtype, order.tolist()) == (np.uint32, [0, 1, 2, 3, 4])
+            assert (type(big), big) == (np.float64, 2.5)
+            assert extra == {"epoch": 3, "nested": [1.5, None, "x"], "@array": True}
+            assert tensor == ("paddle.bfloat16", [1.0, 2.0])
+            assert set(rank_states) == ({rank} if world_size == 2 else {0, 1})
+            for saver, state in rank_states.items():
+                assert (state["sample"], state["seen"].tolist()) == (100 * saver, [saver])
+        for key in results[0][5]:
+            flat = np.concatenate([pieces[key][1].reshape(-1) for *_, pieces, _ in results if key in pieces])
+            right = np.concatenate([one[key].reshape(-1) for one in saved if key in one])
+            np.testing.assert_array_equal(flat, right)
+
+
+def test_random_numbers_go_on(tmp_path: Path, ranks: Ranks) -> None:
+    for alike in (False, True):
+        root = str(tmp_path / f"root {alike}")
+        drawn = on(ranks(2), cases.save_and_draw, root, alike=alike)
+        assert on(ranks(2), cases.restore_and_draw, root) == drawn
+        three = on(ranks(3), cases.restore_and_draw, root)
+        assert three[:2] == drawn
+        assert on(ranks(3), cases.restore_and_draw, root) == three
+        for numbers in zip(*three, strict=True):
+            assert len(set(numbers)) == (1 if alike else 3)
+        assert on(ranks(1), cases.restore_and_draw, root) == drawn[:1]
+
+
+def test_history_and_hook(tmp_path: Path, ranks: Ranks) -> None:
+    seen = on(ranks(2), cases.events_of, str(tmp_path / "root"))
+    assert seen == [["save 1", "save 2", "restore 2"], []]
+    lines = [json.loads(line) for line in (tmp_path / "root" / "history.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"], line["removed"], line["steps"]) for line in lines] == [
+        ("save", 1, [], [1]),
+        ("save", 2, [1], [2]),
+        ("restore", 2, [], [2]),
+    ]
+    assert lines[1]["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "root" / "step_00000002").glob("*.safetensors"))
+    assert lines[1]["metrics"] == {"loss": 0.5}

@@ -1,0 +1,101 @@
+"""What a manager refuses, on all ranks alike, and what its steps are to ``save`` and ``load``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import manager_cases as cases
+import pytest
+from harness import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("extra_state", "extra_state, lr_scheduler, grad_scaler and metrics must be the same on all ranks"),
+        ("step", "step must be the same on all ranks, and differ: rank 0 1 and rank 1 2"),
+        ("tuple", "rank_state['rank_state'] is a tuple"),
+        ("metrics", "metrics['loss'] is 'low', not a number"),
+        ("lr_scheduler", "lr_scheduler: float is not one of paddle.optimizer.lr"),
+        ("grad_scaler", "float is not a paddle.amp.GradScaler"),
+        ("sharded", "sharded: give a dict of ShardedWeight"),
+    ],
+)
+def test_what_can_not_be_saved(which: str, text: str, tmp_path: Path, ranks: Ranks) -> None:
+    for error in ranks(2).errors(cases.save_other, str(tmp_path / "root"), which):
+        assert text in error.message
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("lr_scheduler", "was saved without these 1 lr_schedulers (it has 0)"),
+        ("two schedules", "was saved without these 2 lr_schedulers (it has 0)"),
+        ("grad_scaler", "was saved without a grad_scaler"),
+        ("sharded", "sharded"),
+        ("less sharded", "sharded: the checkpoint lacks none, and has besides down.bias, down.weight, up.weight"),
+    ],
+)
+def test_what_can_not_be_restored(which: str, text: str, tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(cases.save_with_extra, str(tmp_path / "root"))
+    for error in ranks(2).errors(cases.restore_other, str(tmp_path / "root"), which):
+        assert text in error.message
+        assert "is damaged" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_to_keep": 0}, "KeepLast: count is 0"),
+        ({"keep": 3}, "keep: give a list of policies"),
+        ({"save_every_steps": 0}, "save_every_steps is 0, and must be at least 1"),
+        ({"save_every_minutes": 0}, "save_every_minutes is 0, not a number above 0"),
+        ({"when_busy": "skip"}, "when_busy is 'skip', and must be 'wait' or 'refuse'"),
+        ({"stop_signals": [9]}, "signal 9 can't be listened to"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], text: str, tmp_path: Path, ranks: Ranks) -> None:
+    for error in ranks(2).errors(cases.open_with, str(tmp_path / "root"), options):
+        assert text in error.message
+
+
+def test_other_roots_are_refused(tmp_path: Path, ranks: Ranks) -> None:
+    for error in ranks(2).errors(cases.open_differently, str(tmp_path / "root")):
+        assert "root must be the same on all ranks" in error.message
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "root").write_text("x")
+    for error in ranks(2).errors(cases.open_with, str(tmp_path / "root"), {}):
+        assert "is no directory" in error.message
+
+
+def test_a_closed_manager_does_nothing(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(cases.use_after_close, str(tmp_path / "root")) == [["the CheckpointManager was closed; make a new one"] * 2] * 2
+
+
+def test_an_error_in_the_block_comes_through(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(cases.leave_by_an_error, str(tmp_path / "root")) == [[1], [1]]
+
+
+def test_load_reads_a_managers_step(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(cases.save_with_extra, str(tmp_path / "root"))
+    for world_size in (2, 1):
+        results = ranks(world_size).run(cases.plain_load, str(tmp_path / "root" / "step_00000001"))
+        assert results == [({"epoch": 2}, [], True)] * world_size
+
+
+def test_a_manager_restores_what_save_saved(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(cases.save_plainly, str(tmp_path / "root"))
+    assert ranks(2).run(cases.restore_plain, str(tmp_path / "root")) == [(3, {"epoch": 2}, {}, ["no random number states were saved"])] * 2
+
+
+def test_short_soak(tmp_path: Path, ranks: Ranks) -> None:
+    for found in ranks(2).run(cases.soak, str(tmp_path / "root"), 40):
+        assert (found["files"], found["empty_looks"], found["steps"]) == (0, 0, 7)
+        assert found["memory"] < 16 << 20

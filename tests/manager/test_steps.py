@@ -1,0 +1,82 @@
+"""What is a step and what is not, by name and by what is in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_fsdp_ckpt.errors import CheckpointError
+from paddle_fsdp_ckpt.manager.steps import Root, clear_left_overs, hide_step, parse_step, read_root, step_name
+from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
+
+NONCE = "0123456789abcdef"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**18 - 1))
+def test_a_name_gives_its_number(step: int) -> None:
+    assert parse_step(step_name(step)) == step
+    for name in (staging_name(step_name(step), NONCE), f"x{step_name(step)}", f"{step_name(step)}.old", step_name(step).upper()):
+        assert parse_step(name) is None
+
+
+def test_names_sort_as_numbers_do() -> None:
+    assert [step_name(step) for step in (0, 7, 99_999_999, 100_000_000)] == [
+        "step_00000000",
+        "step_00000007",
+        "step_99999999",
+        "step_100000000",
+    ]
+    assert parse_step("step_000000007") is None, "one number has one name"
+    assert parse_step("step_٠٠٠٠٠٠٠٧") is None, "other scripts' digits"
+
+
+def make(path: Path) -> None:
+    path.mkdir()
+    (path / "manifest.json").write_text("{}")
+
+
+def test_what_is_there_is_sorted_and_the_rest_explained(tmp_path: Path) -> None:
+    for name in ("step_100000000", "step_00000007", replaced_name("step_00000003", NONCE), staging_name("other", NONCE)):
+        make(tmp_path / name)
+    os.symlink(tmp_path / "step_00000007", tmp_path / "step_00000008")
+    (tmp_path / "step_00000009").write_text("a file")
+    (tmp_path / "history.jsonl").write_text("")
+    root = read_root(tmp_path)
+    # Their manifests can't be read: they are committed all the same, and who loads them hears of it.
+    assert root.numbers == [7, 100_000_000]
+    assert root.skipped == {
+        replaced_name("step_00000003", NONCE): "what a save replaced",
+        staging_name("other", NONCE): "not made by this manager",
+        "step_00000008": "not made by this manager: it is no directory of its own",
+        "step_00000009": "not made by this manager: it is no directory of its own",
+    }
+    assert Root.from_json(root.to_json()) == root
+
+
+def test_a_missing_root_is_empty_and_a_file_is_none(tmp_path: Path) -> None:
+    assert read_root(tmp_path / "none") == Root()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is no directory"):
+        read_root(tmp_path / "file")
+    clear_left_overs(tmp_path / "none")
+
+
+def test_a_hidden_step_is_none_and_is_cleared(tmp_path: Path) -> None:
+    make(tmp_path / "step_00000007")
+    make(tmp_path / staging_name("other", NONCE))
+    hidden = hide_step(tmp_path, 7)
+    assert read_root(tmp_path).skipped[hidden.name] == "a step that is being removed"
+    assert read_root(tmp_path).numbers == []
+    clear_left_overs(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [staging_name("other", NONCE)]
+
+
+def test_what_can_not_be_cleared_is_named(tmp_path: Path) -> None:
+    (tmp_path / staging_name("step_00000007", NONCE)).write_text("a file")
+    with pytest.raises(CheckpointError, match="tried again at the next save"):
+        clear_left_overs(tmp_path)
