@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .fsdp import local_parameters
     from .gather import full_optimizer_state_dict, full_state_dict, iter_full_parameters, parameter_versions
+    from .huggingface_loading import load_huggingface
     from .loading import LoadReport, load
     from .manager import CheckpointEvent, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepNewestOfEach, RestoreReport
     from .optim import bind_grad_scaler, bind_optimizer, register_optimizer, repair_paddle_runtime, split_weight_decay
@@ -72,6 +73,7 @@ __all__ = [
     "iter_full_parameters",
     "load",
     "load_full_state_dict",
+    "load_huggingface",
     "local_parameters",
     "optimizer_sharded_state_dict",
     "parameter_versions",
@@ -111,6 +113,7 @@ _MODULES = {
     "drop_submodules": "training",
     "fully_shard": "training",
     "load_full_state_dict": "scatter",
+    "load_huggingface": "huggingface_loading",
     "iter_full_parameters": "gather",
     "parameter_versions": "gather",
     "full_state_dict": "gather",
@@ -132,7 +135,19 @@ _MODULES = {
 }
 """Where each public name lives."""
 
-_NEED_PADDLE = {"fsdp", "gather", "loading", "manager", "optim", "saving", "scatter", "state_dict", "training", "unsharding"}
+_NEED_PADDLE = {
+    "fsdp",
+    "gather",
+    "huggingface_loading",
+    "loading",
+    "manager",
+    "optim",
+    "saving",
+    "scatter",
+    "state_dict",
+    "training",
+    "unsharding",
+}
 
 
 def __getattr__(name: str) -> Any:

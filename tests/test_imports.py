@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "errors",
         "fsdp",
         "gather",
+        "huggingface_loading",
         "loading",
         "manager",
         "optim",

@@ -12,9 +12,9 @@ from paddle import nn
 from paddle.distributed.fsdp import fully_shard
 
 import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt import load_huggingface
 from paddle_fsdp_ckpt.demo.model import CausalLM, DecoderConfig
 from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
-from paddle_fsdp_ckpt.huggingface_loading import load_huggingface
 
 
 def build(arrays: Mapping[str, np.ndarray], dtype: str, tied: Mapping[str, str]) -> nn.Layer:
