@@ -155,7 +155,7 @@ def read_index(path: Path) -> CheckpointIndex:
         NewerFormatError: a file is of a newer format version.
     """
     manifest = read_manifest(path)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         return read_headers(path, manifest)
 
 
@@ -237,7 +237,7 @@ def open_rank_file(directory: Path, record: FileRecord) -> int:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Keep the cyclic garbage collector from walking a growing heap of plain data again and again, which takes half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -10,19 +10,17 @@ What can't be told from such a directory: whether a second save that had the sam
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
 from .format import DTYPE_NAMES, DTYPE_NBYTES, MANIFEST_NAME, FileRecord, JsonValue, cut_text, parse_json, parse_left_over
 from .header import LENGTH_NBYTES, METADATA_KEY, header_nbytes
-from .index import CheckpointIndex, Stored, open_inside, read_index
+from .index import CheckpointIndex, Stored, open_inside, read_index, without_garbage_collection
 from .metadata import StockPiece, read_metadata
 from .pickles import PickledArray, read_arrays
 from .reserved_keys import without_reserved
@@ -86,7 +84,7 @@ def read_stock_index(path: Path) -> CheckpointIndex:
         CorruptCheckpointError: metadata and files are not of one save, or one of them is malformed.
         UnsafeCheckpointError: a file asks for what reading must never do: nothing of it was run, and no other file opened.
     """
-    with _without_garbage_collection():
+    with without_garbage_collection():
         return _read_index(path)
 
 
@@ -271,18 +269,6 @@ def _dtype(codes: dict[str, str], code: JsonValue, key: str) -> str:
     if dtype is None:
         raise ValueError(f"'{key}' has the dtype {code!r}, which this doesn't know")
     return dtype
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Keep the cyclic garbage collector from walking a growing heap of plain data again and again, which takes half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _WAY_OUT = "restore the file from a copy, or load another checkpoint"
