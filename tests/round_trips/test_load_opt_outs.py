@@ -123,7 +123,7 @@ def test_a_layer_that_is_gone(saved: Saved, ranks: Ranks) -> None:
     ("options", "words"),
     [
         ({"allow_missing": ["extra.weight"]}, ["1 missing from the checkpoint: 'extra.bias'", "['extra.weight.*', ...]"]),
-        ({"allow_missing": ["extra.weight", "extra.bias"]}, ["2 parameters of the optimizer have no states in it, or were in no optimizer then"]),
+        ({"allow_missing": ["extra.weight", "extra.bias"]}, ["2 parameters of the optimizer have no states in it, or"]),
         ({"allow_missing": ["extra.*.moment*"], "parts": {"model", "optimizer"}}, ["2 missing"]),
         ({"allow_unexpected": ["*"]}, ["2 missing"]),
     ],
