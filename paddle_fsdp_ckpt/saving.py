@@ -18,7 +18,7 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import CheckpointError, listing
-from .fsdp import named_buffers, runtime_of
+from .fsdp import named_buffers, named_parameters, runtime_of
 from .host_memory import bytes_of
 from .meeting import absolute_path, check_same, digest_of, open_meeting
 from .optim import optimizer_list
@@ -27,6 +27,7 @@ from .saved_run import describe_optimizer
 from .state_dict import weights_to_store
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
+from .storage.digests import digest
 from .storage.flex import piece_of, write_paddle_metadata
 from .storage.format import FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import read_headers
@@ -204,7 +205,8 @@ def prepare_save(
         data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
         prepared.append(PreparedSave(target, tensors, data, manifest, token, overwrite, timeout_seconds))
         extra = digest_of(json.dumps([extra_state, whole], sort_keys=True))
-        return [str(target), subjects.digest(), manifest.step, overwrite, extra, _buffer_checksums(model)]
+        weights_digest = _weights_digest(model) if subjects.sharding.is_plain and rendezvous.world_size > 1 else ""
+        return [str(target), subjects.digest(), manifest.step, overwrite, extra, weights_digest, _buffer_checksums(model)]
 
     exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
     return prepared[0]
@@ -264,7 +266,8 @@ def _check_step(step: Any) -> int | None:
 
 def _check_same_saving(ranks: list[JsonValue]) -> None:
     shown = ("path", "step", "overwrite")
-    whats = ("path", "model and optimizers", "step", "overwrite", "extra_state")
+    plain = "weights of a model that is not sharded (was fully_shard forgotten?)"
+    whats = ("path", "model and optimizers", "step", "overwrite", "extra_state", plain)
     for what, values in zip(whats, zip(*(values[:-1] for values in ranks), strict=True), strict=True):
         check_same("save", what, values, "nothing was written", shown=what in shown)
     buffers = [values[-1] for values in ranks]
@@ -274,6 +277,11 @@ def _check_same_saving(ranks: list[JsonValue]) -> None:
             f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere",
             stacklevel=2,
         )
+
+
+def _weights_digest(model: nn.Layer) -> str:
+    """Return a digest of the values of a plain model's parameters."""
+    return digest_of(" ".join(digest(bytes_of(named.parameter)) for named in named_parameters(model)))
 
 
 def _buffer_checksums(model: nn.Layer) -> dict[str, int]:

@@ -15,7 +15,7 @@ from ..storage.casts import as_array
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
-from ..storage.reader import check_duplicates, execute_read
+from ..storage.reader import UNCHANGED, check_duplicates, execute_read
 
 BATCH_NUMEL = 1 << 20
 """How many elements are in memory at a time."""
@@ -117,7 +117,7 @@ def _read(index: CheckpointIndex, pieces: Sequence[Piece], views: Sequence[memor
     plan = plan_read(_only(index, {piece.key for piece in pieces}), pieces, ())
     if plan.problems:
         raise CheckpointError(str(plan.problems))
-    execute_read(plan, views)
+    execute_read(plan, views, UNCHANGED)
 
 
 def _only(index: CheckpointIndex, keys: Iterable[str]) -> CheckpointIndex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import numpy as np
@@ -137,10 +138,17 @@ def default_group() -> dist.communication.group.Group | None:
     """Return fleet's sharding group where fleet shards, else the group of all ranks; None without a process group.
 
     Raises:
-        ShardingError: fleet was set up with another kind of parallelism, see :func:`check_fleet`.
+        ShardingError: fleet was set up with another kind of parallelism, see :func:`check_fleet`; or the process is one of several that
+            ``paddle.distributed.launch`` started, and doesn't know of the others.
     """
     check_fleet()
     if not dist.is_initialized():
+        started = os.environ.get("PADDLE_TRAINERS_NUM", "1")
+        if started not in ("", "0", "1"):
+            raise ShardingError(
+                f"this is one of {started} processes (PADDLE_TRAINERS_NUM), and has no process group, so each would train and save a model "
+                "of its own; call paddle.distributed.init_parallel_env() first"
+            )
         return None
     hybrid = _fleet_topology()
     if hybrid is not None and hybrid.get_sharding_parallel_world_size() > 1:

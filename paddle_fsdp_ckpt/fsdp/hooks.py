@@ -135,11 +135,11 @@ class _Refusal:
 # A layer around a sharded one asks it for its _state_dict_impl, not for its state_dict.
 _REFUSED = {
     ("state_dict", "to_static_state_dict", "_state_dict_impl"): (
-        "state_dict() of a sharded model would hold no data: use paddle_fsdp_ckpt.save, or "
+        "state_dict() of a sharded model would hold no data: use paddle_fsdp_ckpt.save, paddle_fsdp_ckpt.full_state_dict(model), or "
         "paddle_fsdp_ckpt.sharded_state_dict(model) with paddle.distributed.save_state_dict"
     ),
     ("set_state_dict", "set_dict", "load_dict"): (
-        "set_state_dict() can't fill a sharded model: fill it before fully_shard, use paddle_fsdp_ckpt.load, or "
+        "set_state_dict() can't fill a sharded model: fill it before fully_shard, use paddle_fsdp_ckpt.load or load_full_state_dict, or "
         "parameter.set_value(whole value) for each parameter"
     ),
     ("__deepcopy__", "__reduce_ex__"): (

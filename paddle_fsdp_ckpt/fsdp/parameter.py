@@ -163,8 +163,8 @@ class ShardedParameter(EagerParamBase):
     def _check_data(self) -> None:
         if not self._is_initialized():
             raise ShardingError(
-                f"{self._shard.describe()}: between uses a rank has no whole value of it; use paddle_fsdp_ckpt.save, or look at this "
-                "rank's piece inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+                f"{self._shard.describe()}: between uses a rank has no whole value of it; use paddle_fsdp_ckpt.iter_full_parameters, or "
+                "look at this rank's piece inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
 
     def _data(self) -> paddle.Tensor:

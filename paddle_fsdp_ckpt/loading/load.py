@@ -111,7 +111,8 @@ def load(
 
         verdict = exchange(rendezvous, f"{token}/plan", plan_all, _judge, timeout_seconds)
         if verdict["problems"] is not None:
-            raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(verdict["problems"])
+            damage = planned[0][1].damage
+            raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
     try:
         exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
@@ -124,6 +125,8 @@ def load(
     _reset_gradients(plan.subjects, plan.run)
     differences = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else []
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
+    if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
+        differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
     return _report(plan, merge_notes([verdict["notes"]]), differences)
 
 

@@ -271,7 +271,7 @@ class _Planner:
             problems,
             LoadNotes(missing, sorted(left_out), self._casts(targets), self.started_afresh, used),
             self.without_state,
-            [self.saved.original_key(key) for key in self.not_asked_for],
+            sorted(self.saved.original_key(key) for key in self.not_asked_for),
             mapped,
             self.tied if self.options.copy_tied else [],
             unused,

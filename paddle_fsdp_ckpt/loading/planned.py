@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import paddle
 
+from ..errors import listing
 from ..host_memory import destinations
 from ..meeting import digest_of
 from ..pieces import Piece
@@ -81,6 +82,16 @@ class LoadPlan:
     copied_tied: list[str]
     unused_prefixes: list[str]
     damaged: dict[str, str]
+
+    @property
+    def damage(self) -> str:
+        """What is damaged, as a sentence for an error; empty where nothing is."""
+        if not self.damaged:
+            return ""
+        return (
+            f"\n{len(self.damaged)} keys or files of it are damaged, and count as missing: {listing(self.damaged)}; allow_missing says "
+            "which may be"
+        )
 
     def digest(self) -> str:
         """Return a digest that two ranks have alike only where they see the same checkpoint, with the same damage."""

@@ -12,7 +12,7 @@ import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp import ParameterShard, Runtime, ShardedParameter, is_elementwise_regularizer
-from .catalog import check_own_methods, entry_of
+from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
 
 _BINDING_ATTRIBUTE = "_fully_shard_binding"
@@ -250,7 +250,9 @@ class _Binding:
         with ExitStack() as stack:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.stepping(_rates(self._optimizer)))
-            return self._step()
+            result = self._step()
+        check_states_known(self._optimizer)
+        return result
 
     def _check_before_step(self) -> None:
         self._check_setting()
@@ -368,7 +370,8 @@ def _rates(optimizer: Any) -> list[Any]:
 def _refuse_state_dict(*_: Any, **__: Any) -> Any:
     raise ShardingError(
         "the state of this optimizer lies on this rank's pieces, so its own state_dict and set_state_dict can't hold it: use "
-        "paddle_fsdp_ckpt.save and load, or optimizer_sharded_state_dict(opt) with paddle.distributed.save_state_dict"
+        "paddle_fsdp_ckpt.save and load, full_optimizer_state_dict(opt), or optimizer_sharded_state_dict(opt) with "
+        "paddle.distributed.save_state_dict"
     )
 
 

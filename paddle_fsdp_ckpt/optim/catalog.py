@@ -162,6 +162,22 @@ def check_own_methods(optimizer: Any) -> None:
         )
 
 
+def check_states_known(optimizer: Any) -> None:
+    """Raise where an optimizer keeps a state that is not known, and so couldn't be saved.
+
+    Raises:
+        UnsupportedOptimizerError: naming it.
+    """
+    known = entry_of(optimizer).states
+    for accumulator, tensors in optimizer._accumulators.items():
+        state = state_name(optimizer, accumulator)
+        if tensors and state not in known:
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states; register_optimizer can "
+                "be told of it, as elementwise=, scalar= or stacked="
+            )
+
+
 def _own_entry(cls: type) -> OptimizerEntry | None:
     """Return what is known of a class itself, not of its bases."""
     if _is_paddles(cls):

@@ -17,7 +17,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..errors import MismatchError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_contexts import check_not_cut_before
 from ..fsdp.paddle_runtime import PaddleShard, flat_weight, paddle_runtime, replicated_weight
-from .catalog import StateKind, state_name
+from .catalog import StateKind, check_states_known, state_name
 from .fused_checks import check_fused, check_gradients, fused_entry_of
 from .fused_others import check_others, is_repaired
 from .fused_repair import warn_of_harms
@@ -93,10 +93,9 @@ def _states_and_owners(optimizer: Any) -> Iterator[tuple[OptimizerState, paddle.
     shards: dict[str, list[PaddleShard]] = defaultdict(list)
     for shard in runtime.shards:
         shards[shard.buffer.layout.name].append(shard)
+    check_states_known(optimizer)
     for accumulator, tensors in optimizer._accumulators.items():
         state = state_name(optimizer, accumulator)
-        if tensors and state not in kinds:
-            raise UnsupportedOptimizerError(f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states")
         for owner, tensor in tensors.items():
             yield from _pieces(shards[owned[owner].buffer.layout.name], owned[owner], f"{state}_0", kinds[state], tensor)
     for one in fused:

@@ -17,7 +17,7 @@ from ..errors import ShardingError, UnsupportedOptimizerError
 from ..fsdp import ParameterShard, ShardedParameter
 from ..layout import Range, Slot
 from .binding import binding_of, optimizer_shards, parameter_groups
-from .catalog import StateKind, entry_of, state_name
+from .catalog import StateKind, check_states_known, entry_of, state_name
 
 MASTER_WEIGHT_KEY = "w_0"
 """What follows a parameter's name in the key of its master weight."""
@@ -100,10 +100,9 @@ def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | No
     masters = optimizer._master_weights
     owners = [_state_owner(optimizer, shard) for shard in shards]
     states: list[OptimizerState] = []
+    check_states_known(optimizer)
     for accumulator, tensors in optimizer._accumulators.items():
         state = state_name(optimizer, accumulator)
-        if tensors and state not in kinds:
-            raise UnsupportedOptimizerError(f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states")
         for shard, owner in zip(shards, owners, strict=True):
             tensor = tensors.get(owner)
             if tensor is not None:

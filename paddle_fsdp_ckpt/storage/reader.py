@@ -107,13 +107,14 @@ def verify_first(plan: ReadPlan) -> None:
         _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], []) for one in chunks], UNCHANGED)
 
 
-def execute_read(plan: ReadPlan, destinations: Sequence[memoryview]) -> None:
+def execute_read(plan: ReadPlan, destinations: Sequence[memoryview], consequence: str = PARTIAL_STATE) -> None:
     """Read the plan's bytes from its files straight into the destinations, without a copy.
 
     Args:
         plan: its problems are the caller's to judge before, and :func:`check_duplicates` the caller's to call.
         destinations: for each of the plan's targets, its C-contiguous writable bytes in row-major order, ``numel`` times the
             dtype's size. Any object with the buffer protocol will do.
+        consequence: what a failure while reading leaves behind, in words.
 
     Raises:
         ValueError: the destinations don't fit the targets. Nothing was changed.
@@ -125,7 +126,7 @@ def execute_read(plan: ReadPlan, destinations: Sequence[memoryview]) -> None:
     keys = [target.key for target in plan.targets]
     for file, reads in sorted(plan.reads.items()):
         ranges = [_Range(offset, buffers[target][start : start + nbytes], keys[target]) for offset, target, start, nbytes in reads]
-        _read_file(plan.index, file, ranges, PARTIAL_STATE)
+        _read_file(plan.index, file, ranges, consequence)
 
 
 def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> list[memoryview]:

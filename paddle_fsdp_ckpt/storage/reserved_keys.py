@@ -12,7 +12,7 @@ from ..pieces import Piece
 from .format import Manifest
 from .index import CheckpointIndex, read_entries
 from .plan import plan_read
-from .reader import execute_read
+from .reader import UNCHANGED, execute_read
 
 PREFIX = "@paddle_fsdp_ckpt/"
 """How all such keys begin."""
@@ -85,5 +85,5 @@ def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -
         raise CorruptCheckpointError(
             f"'{path / record.name}' holds something else than bytes under {listing(there)}; load another checkpoint"
         )
-    execute_read(plan, [memoryview(values[key]) for key in there])
+    execute_read(plan, [memoryview(values[key]) for key in there], UNCHANGED)
     return values

@@ -255,10 +255,14 @@ def registered_wrongly(states: dict[str, Any], path: str) -> str:
     model = net()
     optimizer = Wrong(0.1, parameters=model.parameters())
     ckpt.fully_shard(model, optimizer=optimizer)
-    train(model, optimizer, 0, 1)
     with pytest.raises(errors.CheckpointError) as caught:
-        ckpt.save(path, model=model, optimizer=optimizer)
+        train_and_save(model, optimizer, path)
     return str(caught.value)
+
+
+def train_and_save(model: nn.Layer, optimizer: Any, path: str) -> None:
+    train(model, optimizer, 0, 1)
+    ckpt.save(path, model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import paddle
+import pytest
 from checkpoint_cases import build
 from harness import RankPool, this_rank
 
@@ -44,3 +46,35 @@ def save_with_pending_gradients(path: str) -> list[str]:
 def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks) -> None:
     for messages in ranks(2).run(save_with_pending_gradients, str(tmp_path / "checkpoint")):
         assert len(messages) == 1
+
+
+def save_what_nobody_sharded(path: str) -> str:
+    model = paddle.nn.Linear(3, 3)
+    model.weight.set_value(paddle.full([3, 3], 1.0 + this_rank().rank))
+    with pytest.raises(ckpt.RankFailedError) as caught:
+        ckpt.save(path, model=model)
+    return str(caught.value)
+
+
+def test_plain_models_that_differ_between_ranks_are_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(save_what_nobody_sharded, str(tmp_path / "checkpoint")):
+        assert "was fully_shard forgotten?" in said
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def work_without_a_process_group(path: str) -> list[str]:
+    said = []
+    os.environ["PADDLE_TRAINERS_NUM"] = "2"
+    try:
+        for call in (ckpt.fully_shard, lambda model: ckpt.save(path, model=model), lambda model: ckpt.load(path, model=model)):
+            with pytest.raises(ckpt.ShardingError) as caught:
+                call(paddle.nn.Linear(3, 3))
+            said.append(str(caught.value))
+    finally:
+        del os.environ["PADDLE_TRAINERS_NUM"]
+    return said
+
+
+def test_a_launched_process_without_a_process_group_is_refused(single: RankPool, tmp_path: Path) -> None:
+    for said in single.run(work_without_a_process_group, str(tmp_path / "checkpoint"))[0]:
+        assert "init_parallel_env" in said
