@@ -76,15 +76,10 @@ def _change_file(job: Job, change: Callable[[bytes], bytes]) -> Job:
     return job
 
 
-def test_a_truncated_checkpoint_is_not_resumed_from(tamper: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    tamper(lambda job: _change_file(job, lambda content: content[:-4]))
+def test_a_checkpoint_with_a_flipped_bit_is_not_resumed_from(tamper: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    tamper(lambda job: _change_file(job, lambda content: content[:-1] + bytes([content[-1] ^ 1])))
     assert demo.main(STEPS) == 2
     assert "CorruptCheckpointError" in capsys.readouterr().err
-
-
-def test_a_flipped_bit_is_found_at_loading_or_in_what_follows(tamper: Callable[..., None]) -> None:
-    tamper(lambda job: _change_file(job, lambda content: content[:-1] + bytes([content[-1] ^ 1])))
-    assert demo.main(STEPS) in (1, 2)
 
 
 @pytest.mark.parametrize(
