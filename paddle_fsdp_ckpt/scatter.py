@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import paddle
@@ -15,7 +15,7 @@ from .layout import Slot
 from .shardings import FlatShard, sharding_of
 from .subjects import check_tensors
 
-WholeTensors: TypeAlias = "Mapping[str, paddle.Tensor | np.ndarray] | Iterable[tuple[str, paddle.Tensor | np.ndarray]]"
+WholeTensors: TypeAlias = "Mapping[str, paddle.Tensor | np.ndarray[Any, Any]] | Iterable[tuple[str, paddle.Tensor | np.ndarray[Any, Any]]]"
 """Whole tensors by structured name, or pairs of both in any order."""
 
 _END, _FAILED = -1, -2
@@ -122,7 +122,7 @@ class _Incoming:
         self._wholes: dict[int, paddle.Tensor] = {}
         self._absent = {number: {slot.offset for slot in shard.layout.slots} for number, shard in enumerate(shards)}
         self._seen: set[str] = set()
-        self._tied: dict[str, np.ndarray] = {}
+        self._tied: dict[str, np.ndarray[Any, Any]] = {}
         self._problems: list[str] = []
         self.values: dict[str, paddle.Tensor] = {}
 
@@ -133,7 +133,7 @@ class _Incoming:
             if number is not None and not self._absent[number] and not self._problems:
                 yield number, self._wholes.pop(number)
 
-    def _take(self, name: str, value: paddle.Tensor | np.ndarray) -> int | None:
+    def _take(self, name: str, value: paddle.Tensor | np.ndarray[Any, Any]) -> int | None:
         """Put a tensor in its place, and return the position of its flat buffer if it is new there."""
         tensor = value.detach() if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
         wanted = self._places.get(name)

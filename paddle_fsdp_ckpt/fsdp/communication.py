@@ -89,7 +89,7 @@ class Communicator:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def max_of_integers(self, values: np.ndarray) -> np.ndarray:
+    def max_of_integers(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the elementwise maximum of an int32 array over the ranks."""
         if self.alone:
             return values

@@ -94,7 +94,7 @@ class ShardedParameter(EagerParamBase):
         """Set the gradient to zero, or drop it, as Paddle's own method does."""
         self._shard.clear_gradient(set_to_zero)
 
-    def set_value(self, value: paddle.Tensor | np.ndarray) -> None:
+    def set_value(self, value: paddle.Tensor | np.ndarray[Any, Any]) -> None:
         """Set the whole parameter; each rank keeps its part. ``value`` must have the whole shape and be the same on every rank.
 
         Master weights of the optimizers that are bound are set too.
@@ -104,7 +104,7 @@ class ShardedParameter(EagerParamBase):
         """
         self._shard.write(value)
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self) -> np.ndarray[Any, Any]:
         """Return the whole value while the parameter is whole; an error otherwise."""
         return np.asarray(self._data().numpy())
 
@@ -125,7 +125,7 @@ class ShardedParameter(EagerParamBase):
         """Return the whole value while the parameter is whole; an error otherwise."""
         return self._data().tolist()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self._data().numpy(), dtype=dtype)
 
     def detach(self) -> paddle.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
@@ -146,7 +146,7 @@ class ParameterShard:
         del parameter._shard
         parameter.__class__ = EagerParamBase
 
-    def write(self, value: paddle.Tensor | np.ndarray) -> None:
+    def write(self, value: paddle.Tensor | np.ndarray[Any, Any]) -> None:
         """Set the whole parameter to ``value``; this rank keeps its part."""
         tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
         if tuple(tensor.shape) != self.slot.shape or dtype_name(tensor) != self.buffer.layout.dtype:
