@@ -186,7 +186,12 @@ def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead],
             rest = iter(reads)
             # Not all at once, so that after an error little more is read.
             while batch := list(itertools.islice(rest, _CHUNKS_AT_A_TIME)):
-                for _ in pool.map(read_one, batch):
+                done: Iterator[None]
+                try:
+                    done = pool.map(read_one, batch)
+                except RuntimeError:  # Python 3.12 makes no more threads while the process ends
+                    done = map(read_one, batch)
+                for _ in done:
                     pass
     finally:
         os.close(descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -94,9 +94,9 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
                 for group in in_groups(buffers, _GROUP_NBYTES):
                     if len(group) <= _FEW:
                         # Digesting and writing both let go of Python's lock.
-                        digested = beside.submit(_digest, digester, group)
+                        wait = _begin_to_digest(beside, digester, group)
                         write_group(descriptor, group)
-                        digested.result()
+                        wait()
                     else:
                         # Many small buffers cost more time in Python than in either.
                         _digest(digester, group)
@@ -110,6 +110,15 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
             error.filename = error.filename or str(path)
         raise
     return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
+
+
+def _begin_to_digest(beside: ThreadPoolExecutor, digester: Digester, group: Sequence[memoryview]) -> Callable[[], None]:
+    """Digest in another thread, and return what waits for it."""
+    try:
+        return beside.submit(_digest, digester, group).result
+    except RuntimeError:  # Python 3.12 makes no more threads while the process ends, which saves in the background may outlive
+        _digest(digester, group)
+        return lambda: None
 
 
 def _digest(digester: Digester, group: Sequence[memoryview]) -> None:

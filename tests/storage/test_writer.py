@@ -210,3 +210,16 @@ def test_a_failed_write_leaves_no_file_and_no_open_descriptor(
         write_rank_file(tmp_path / "0_0.safetensors", [one("a", np.zeros(2))])
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_process_that_makes_no_more_threads_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    values = np.arange(1 << 19, dtype=np.float32)
+    piece = Piece("w", "float32", values.shape, (0,), values.shape)
+    right = write_rank_file(tmp_path / "0_0.safetensors", [(piece, values.data)])
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    record = write_rank_file(tmp_path / "1_0.safetensors", [(piece, values.data)])
+    assert record.digests == right.digests
+    assert (tmp_path / "1_0.safetensors").read_bytes() == (tmp_path / "0_0.safetensors").read_bytes()
