@@ -29,12 +29,11 @@ from .fsdp import (
     paddle_runtime_of,
     runtime_of,
 )
-from .layout import FlatBuffer, Slot
+from .layout import FlatBuffer
 from .optim import (
     OptimizerState,
     StateKind,
     SteppedParameter,
-    WholeParameter,
     binding_of,
     check_bound,
     create_states,
@@ -46,6 +45,7 @@ from .optim import (
     optimizer_shards,
     optimizer_states,
     parameter_groups,
+    whole_parameters,
 )
 
 
@@ -460,10 +460,7 @@ def _stacked(state: OptimizerState) -> ShardedWeight:
 def _whole_parameters(optimizer: Any, model: nn.Layer) -> list[SteppedParameter]:
     if binding_of(optimizer) is not None:
         raise ShardingError(f"{type(optimizer).__name__} is bound to a sharded model, and the model given is another one, not sharded")
-    known = {
-        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
-        for named in named_parameters(model)
-    }
+    known = whole_parameters(model)
     buffers = {id(buffer) for _, buffer in named_buffers(model)}
     every = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
     held = [parameter for parameter in every if id(parameter) not in buffers]

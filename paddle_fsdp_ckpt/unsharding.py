@@ -7,9 +7,8 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from .fsdp import named_parameters, runtime_of, unshard_model
+from .fsdp import runtime_of, unshard_model
 from .gather import full_optimizer_state_dict
-from .layout import Slot
 from .optim import (
     WholeParameter,
     bound_optimizers,
@@ -19,6 +18,7 @@ from .optim import (
     optimizer_states,
     parameter_groups,
     unbind_optimizer,
+    whole_parameters,
 )
 
 
@@ -43,10 +43,7 @@ def unshard(model: nn.Layer) -> nn.Layer:
     states = [full_optimizer_state_dict(optimizer, device=None, to_rank=None) for optimizer in optimizers]
     shards = [optimizer_shards(optimizer) for optimizer in optimizers]
     unshard_model(model)
-    whole = {
-        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
-        for named in named_parameters(model)
-    }
+    whole = whole_parameters(model)
     for optimizer, held, values in zip(optimizers, shards, states, strict=True):
         unbind_optimizer(optimizer)
         drop_states(optimizer, held)

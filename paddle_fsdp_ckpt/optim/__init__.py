@@ -27,6 +27,7 @@ from .registry import (
     init_optimizer_state,
     optimizer_states,
     states_restored_on_error,
+    whole_parameters,
 )
 from .schedule import describe_learning_rate, describe_scheduler, restore_learning_rate, restore_scheduler
 
@@ -67,4 +68,5 @@ __all__ = [
     "split_weight_decay",
     "states_restored_on_error",
     "unbind_optimizer",
+    "whole_parameters",
 ]

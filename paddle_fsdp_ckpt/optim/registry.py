@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import paddle
+from paddle import nn
 
 from ..errors import ShardingError, UnsupportedOptimizerError
-from ..fsdp import ParameterShard, ShardedParameter
+from ..fsdp import ParameterShard, ShardedParameter, named_parameters
 from ..layout import Range, Slot
 from .binding import binding_of, optimizer_shards, parameter_groups
 from .catalog import StateKind, check_states_known, entry_of, state_name
@@ -56,6 +57,14 @@ class WholeParameter:
     def range(self) -> Range:
         """All of it."""
         return Range(0, self.slot.numel)
+
+
+def whole_parameters(model: nn.Layer) -> dict[int, WholeParameter]:
+    """Return the parameters of a plain model, by the id of Paddle's."""
+    return {
+        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
+        for named in named_parameters(model)
+    }
 
 
 @dataclass(frozen=True)
