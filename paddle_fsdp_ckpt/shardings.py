@@ -27,6 +27,7 @@ from .fsdp import (
     paddle_group,
     paddle_runtime,
     paddle_runtime_of,
+    replicated,
     runtime_of,
 )
 from .layout import FlatBuffer
@@ -247,7 +248,7 @@ class CutByUs(Sharding):
         self.runtime.check_unwritten()
         for shard in self.runtime.shards:
             if shard.range.numel:
-                weights.update({name: _elementwise(name, shard, shard.local) for name in shard.slot.names})
+                weights.update({name: shard.weight(name, shard.local) for name in shard.slot.names})
         weights.update({name: replicated(name, buffer) for name, buffer in named_buffers(model)})
         return weights
 
@@ -274,7 +275,7 @@ class CutByUs(Sharding):
         if state.kind is StateKind.STACKED:
             return _stacked(state)
         assert isinstance(state.shard, ParameterShard)
-        return _elementwise(state.key, state.shard, state.tensor)
+        return state.shard.weight(state.key, state.tensor)
 
     def has_gradient(self, parameter: SteppedParameter) -> bool:
         """Tell whether some rank has one."""
@@ -431,22 +432,6 @@ def states_of(optimizer: Any) -> dict[str, ShardedWeight]:
         init_optimizer_state(optimizer)
     sharding = CutByUs(optimizer_shards(optimizer)[0].unit.runtime)
     return {state.key: sharding.weight_of(state) for state in optimizer_states(optimizer)}
-
-
-def replicated(key: str, tensor: paddle.Tensor) -> ShardedWeight:
-    """Describe a tensor that every rank has whole."""
-    shape = tuple(tensor.shape)
-    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
-
-
-def _elementwise(key: str, shard: ParameterShard, piece: paddle.Tensor) -> ShardedWeight:
-    # A view of its own: stock load_state_dict reshapes what it is given, in place.
-    view = piece._slice(0, piece.shape[0])
-    shape, offset = shard.slot.shape, (0,) * len(shard.slot.shape)
-    if shard.buffer.layout.world_size == 1:
-        view.get_tensor()._set_dims(list(shape))
-        return ShardedWeight(key, view, shape, shape, offset)
-    return ShardedWeight(key, view, shape, shape, offset, True, slice(shard.range.start, shard.range.stop))
 
 
 def _stacked(state: OptimizerState) -> ShardedWeight:

@@ -6,6 +6,7 @@ from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_
 from .parameter import ShardedParameter, is_elementwise_regularizer
 from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
+from .sharded_weights import replicated
 from .sharding import check_model, local_parameters, shard_model, unshard_model
 from .tensors import dtype_name
 from .unit import Unit
@@ -31,6 +32,7 @@ __all__ = [
     "paddle_group",
     "paddle_runtime",
     "paddle_runtime_of",
+    "replicated",
     "runtime_of",
     "shard_model",
     "unshard_model",

@@ -17,6 +17,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..errors import ShardingError, listing
 from ..layout import ITEM_SIZES, FlatBuffer, Layout, Range, Slot, stock_loads_exactly
 from .paddle_contexts import PaddleContext, check_not_cut_before, registered_context
+from .sharded_weights import elementwise, replicated
 from .tensors import dtype_name
 from .units import named_buffers, named_parameters
 
@@ -72,6 +73,10 @@ class PaddleShard:
         """Return the 1-D view of this rank's part of a tensor that is cut like the buffer; the part must not be empty."""
         return fused._slice(self.in_shard.start, self.in_shard.stop)
 
+    def weight(self, key: str, piece: paddle.Tensor) -> ShardedWeight:
+        """Describe the 1-D piece of something elementwise that this rank keeps for the parameter."""
+        return elementwise(key, piece, self.slot, self.range, self.buffer.layout.world_size)
+
 
 @dataclass(frozen=True, eq=False)
 class PaddleRuntime:
@@ -100,8 +105,8 @@ class PaddleRuntime:
         weights: dict[str, ShardedWeight] = {}
         for shard in self.shards:
             if shard.range.numel:
-                weights.update({name: flat_weight(name, shard, shard.local) for name in shard.slot.names})
-        weights.update({name: replicated_weight(name, buffer) for name, buffer in named_buffers(self.model)})
+                weights.update({name: shard.weight(name, shard.local) for name in shard.slot.names})
+        weights.update({name: replicated(name, buffer) for name, buffer in named_buffers(self.model)})
         return weights
 
     def warn_of_cuts(self, stacklevel: int = 2) -> None:
@@ -162,21 +167,6 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
         raise ShardingError(f"{type(model).__name__} is not the model that paddle.distributed.fsdp.fully_shard cut in this process")
     runtime.warn_of_cuts(stacklevel=3)
     return runtime.model_weights()
-
-
-def flat_weight(key: str, shard: PaddleShard, view: paddle.Tensor) -> ShardedWeight:
-    """Describe ``view``, the 1-D piece of something elementwise that this rank keeps for a parameter."""
-    shape = shard.slot.shape
-    if shard.buffer.layout.world_size == 1:
-        view.get_tensor()._set_dims(list(shape))
-        return ShardedWeight(key, view, shape, shape, (0,) * len(shape))
-    return ShardedWeight(key, view, shape, shape, (0,) * len(shape), True, slice(shard.range.start, shard.range.stop))
-
-
-def replicated_weight(key: str, tensor: paddle.Tensor) -> ShardedWeight:
-    """Describe a tensor that every rank has whole."""
-    shape = tuple(tensor.shape)
-    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
 
 
 def _read(context: PaddleContext) -> PaddleRuntime:

@@ -9,10 +9,12 @@ import numpy as np
 import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import ShardingError, UnboundOptimizerError
 from ..layout import Range, Slot
 from .parameter import ShardedParameter
+from .sharded_weights import elementwise
 from .tensors import dtype_name, flat_view
 
 if TYPE_CHECKING:
@@ -69,6 +71,10 @@ class ParameterShard:
         """This rank's piece, counted from the beginning of its shard."""
         start = self.slot.offset + self.range.start - self.buffer.layout.shard(self.buffer.communicator.rank).start
         return Range(start, start + self.range.numel) if self.range.numel else Range(0, 0)
+
+    def weight(self, key: str, piece: paddle.Tensor) -> ShardedWeight:
+        """Describe the 1-D piece of something elementwise that this rank keeps for the parameter."""
+        return elementwise(key, piece, self.slot, self.range, self.buffer.layout.world_size)
 
     @property
     def local(self) -> paddle.Tensor:

@@ -6,9 +6,7 @@ from .binding import (
     bound_optimizers,
     check_is_optimizer,
     check_optimizer,
-    optimizer_list,
     optimizer_shards,
-    parameter_groups,
     unbind_optimizer,
 )
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of, register_optimizer
@@ -17,17 +15,15 @@ from .fused_others import let_masters_follow
 from .fused_repair import PaddleRepair, repair_paddle_runtime
 from .hyperparameters import describe_hyperparameters, differences
 from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler
+from .parameters import SteppedParameter, WholeParameter, optimizer_list, parameter_groups, whole_parameters
 from .registry import (
     OptimizerState,
-    SteppedParameter,
-    WholeParameter,
     check_bound,
     create_states,
     drop_states,
     init_optimizer_state,
     optimizer_states,
     states_restored_on_error,
-    whole_parameters,
 )
 from .schedule import describe_learning_rate, describe_scheduler, restore_learning_rate, restore_scheduler
 

@@ -12,8 +12,11 @@ import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp import ParameterShard, Runtime, ShardedParameter, is_elementwise_regularizer
+from ..fsdp.paddle_contexts import registered_context
 from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
+from .hyperparameters import describe_hyperparameters
+from .parameters import parameter_groups
 
 _BINDING_ATTRIBUTE = "_fully_shard_binding"
 
@@ -56,21 +59,6 @@ def bound_optimizers(runtime: Runtime) -> list[Any]:
     """Return the optimizers that are bound to a model, in the same order on every rank."""
     bindings = [observer for observer in runtime.observers if isinstance(observer, _Binding)]
     return [binding.optimizer for binding in sorted(bindings, key=lambda binding: binding.first_index)]
-
-
-def optimizer_list(optimizer: Any) -> list[Any]:
-    """Return the optimizers that an ``optimizer`` argument stands for: None for none, one, or a list or tuple of them."""
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
-def parameter_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's param groups; one group with all parameters where it was made without groups."""
-    groups = optimizer._param_groups if optimizer._param_groups is not None else []
-    if groups and isinstance(groups[0], dict):
-        return list(groups)
-    return [{"params": list(groups)}]
 
 
 def optimizer_shards(optimizer: Any) -> list[ParameterShard]:
@@ -270,8 +258,6 @@ class _Binding:
             for runtime in self._runtimes:
                 held = [[one.slot.name for one in shards if one.unit.runtime is runtime] for shards in _shards_of_groups(self._optimizer)]
                 runtime.communicator.check_same("what the optimizer holds", f"{type(self._optimizer).__name__} {held}")
-                from .hyperparameters import describe_hyperparameters  # which asks optimizers for their binding
-
                 settings = describe_hyperparameters(self._optimizer, self._shards)
                 runtime.communicator.check_same("a hyper-parameter of the optimizer", repr(settings))
             self._is_compared = True
@@ -377,9 +363,7 @@ def _refuse_state_dict(*_: Any, **__: Any) -> Any:
 
 def _check_paddles_own_runtime() -> None:
     # While a context of Paddle's own fully_shard is registered, every optimizer in the process steps that context's buffers.
-    from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
-
-    if get_fsdp_context() is not None:
+    if registered_context() is not None:
         raise ShardingError(
             "a model sharded by paddle.distributed.fsdp.fully_shard lives in this process, and Paddle lets every optimizer step that one; "
             "use one of the two runtimes in a process"

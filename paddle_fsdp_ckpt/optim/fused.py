@@ -16,7 +16,8 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import MismatchError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_contexts import check_not_cut_before
-from ..fsdp.paddle_runtime import PaddleShard, flat_weight, paddle_runtime, replicated_weight
+from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
+from ..fsdp.sharded_weights import replicated
 from .catalog import StateKind, check_states_known, state_name
 from .fused_checks import check_fused, check_gradients, fused_entry_of
 from .fused_others import check_others, is_repaired
@@ -108,8 +109,8 @@ def weight_of(state: OptimizerState) -> ShardedWeight:
     """Describe a state of :func:`fused_states` for ``paddle.distributed.save_state_dict`` and ``load_state_dict``."""
     assert isinstance(state.shard, PaddleShard)
     if state.kind is StateKind.SCALAR:
-        return replicated_weight(state.key, state.tensor)
-    return flat_weight(state.key, state.shard, state.tensor)
+        return replicated(state.key, state.tensor)
+    return state.shard.weight(state.key, state.tensor)
 
 
 def states_written(optimizer: Any) -> None:
@@ -224,7 +225,7 @@ def begin_load(optimizer: Any, stored: Collection[str] | None = None) -> FusedLo
         if state.kind is StateKind.SCALAR:
             copy = state.tensor.clone()
             scalars.append((state, copy))
-            weights[key] = copies[key] = replicated_weight(key, copy)
+            weights[key] = copies[key] = replicated(key, copy)
             owners[key] = id(owner)
             continue
         weights[key] = weight_of(state)

@@ -18,9 +18,8 @@ from paddle.regularizer import L1Decay, L2Decay
 
 from ..fsdp import ParameterShard
 from ..fsdp.paddle_runtime import paddle_runtime
-from .binding import parameter_groups
 from .fused_tensors import real_decay
-from .registry import SteppedParameter, WholeParameter
+from .parameters import SteppedParameter, WholeParameter, parameter_groups
 from .schedule import JsonValue
 
 _IN_OTHER_WORDS = {"weight_decay", "grad_clip", "regularization_method", "regularization_coeff"}

@@ -9,62 +9,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
-from paddle import nn
 
 from ..errors import ShardingError, UnsupportedOptimizerError
-from ..fsdp import ParameterShard, ShardedParameter, named_parameters
-from ..layout import Range, Slot
-from .binding import binding_of, optimizer_shards, parameter_groups
+from ..fsdp import ParameterShard, ShardedParameter
+from .binding import binding_of, optimizer_shards
 from .catalog import StateKind, check_states_known, entry_of, state_name
+from .parameters import SteppedParameter, WholeParameter, parameter_groups
 
 MASTER_WEIGHT_KEY = "w_0"
 """What follows a parameter's name in the key of its master weight."""
 
 _GROUP_SETTINGS = ("_beta1", "_beta2", "_epsilon", "_lazy_mode", "_weight_decay", "initial_accumulator_value")
 """What Paddle sets anew on the optimizer itself for each param group that it works on."""
-
-
-class SteppedParameter(Protocol):
-    """A parameter that an optimizer holds: a :class:`~..fsdp.ParameterShard`, or a :class:`WholeParameter`."""
-
-    @property
-    def slot(self) -> Slot:
-        """Its names and shape."""
-        ...
-
-    @property
-    def range(self) -> Range:
-        """What this rank keeps of it."""
-        ...
-
-    @property
-    def parameter(self) -> Any:
-        """Paddle's parameter."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class WholeParameter:
-    """A parameter of a plain model, which every rank keeps whole."""
-
-    slot: Slot
-    parameter: Any
-
-    @property
-    def range(self) -> Range:
-        """All of it."""
-        return Range(0, self.slot.numel)
-
-
-def whole_parameters(model: nn.Layer) -> dict[int, WholeParameter]:
-    """Return the parameters of a plain model, by the id of Paddle's."""
-    return {
-        id(named.parameter): WholeParameter(Slot(tuple(sorted(named.names)), tuple(named.parameter.shape), 0), named.parameter)
-        for named in named_parameters(model)
-    }
 
 
 @dataclass(frozen=True)
