@@ -40,6 +40,6 @@ setup(
     install_requires=["numpy>=1.24", "safetensors>=0.7", "xxhash>=3.1"],
     extras_require={
         "cpu": CPU,
-        "dev": [*CPU, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "ruff>=0.17,<0.18"],
+        "dev": [*CPU, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "pytest-xdist>=3.6", "ruff>=0.17,<0.18"],
     },
 )

@@ -18,7 +18,8 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy --no-error-summary
-check pytest "$@"
+# Two tests at a time: many have one process only, or ranks that wait for each other.
+check pytest --numprocesses 2 --dist loadfile "$@"
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "${failed[@]}" >&2
