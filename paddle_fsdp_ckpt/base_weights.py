@@ -232,6 +232,6 @@ def other_base(
 def say_other_base(differing: Sequence[str], parameters: int) -> str:
     """Say that an adapter belongs to another base."""
     return (
-        f"it was saved without its base, and this is another one: {len(differing)} of the base's {parameters} parameters have other values, "
-        f"shapes or dtypes here: {listing(differing)}; load that base first (allow_other_base=True takes this one)"
+        f"it was saved without its base, and this is another one: {len(differing)} of the base's {parameters} parameters have other "
+        f"values, shapes or dtypes here: {listing(differing)}; load that base first (allow_other_base=True takes this one)"
     )

@@ -206,8 +206,8 @@ def _base_differences(one: Mapping[str, BaseParameter] | None, other: Mapping[st
     mine, theirs = one or {}, other or {}
     names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
     if names:
-        described = (None if name is None else name.to_json() for name in (mine.get(names[0]), theirs.get(names[0])))
-        yield FactDifference("base", *described, len(names))
+        first, second = (None if one is None else one.to_json() for one in (mine.get(names[0]), theirs.get(names[0])))
+        yield FactDifference("base", first, second, len(names))
 
 
 def _setting_differences(one: dict[str, dict[str, JsonValue]], other: dict[str, dict[str, JsonValue]]) -> Iterator[FactDifference]:
