@@ -31,7 +31,7 @@ class Saved:
         self.root, self.family = root, family
         arrays = as_in_paddle(family, published(family), fused)
         weights = [key for key in arrays if key.endswith("_proj.weight")]
-        odd = weights[0].removesuffix(".weight")
+        odd = next((key for key in weights if ".qkv_proj." in key), weights[0]).removesuffix(".weight")
         adapters = lora_models.adapters_for(weights, arrays, {odd: 3})
         self.scalings = {key.removesuffix(".weight"): 4.0 for key in weights} | {odd: 0.7}
         # A norm trains too, in the checkpoints of its own name.
