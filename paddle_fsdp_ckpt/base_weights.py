@@ -15,15 +15,13 @@ import paddle
 
 from .errors import CheckpointError, listing
 from .fsdp import dtype_name, named_parameters
-from .host_memory import bytes_of
+from .host_memory import chunks_of
 from .lora_layers import merged_lora_layers
 from .meeting import check_same, digest_of
 from .storage.agreement import COORDINATOR
 from .storage.checksums import checksum_text, seed_of, sum_of_elements
 from .storage.format import BaseParameter, JsonValue
 from .subjects import Subjects
-
-_CHUNK_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +60,11 @@ class ParameterPart:
         """Return this rank's part of the checksum, in bounded memory wherever the values are."""
         if self.values is None:
             return 0
-        numel, itemsize = int(self.values._numel()), int(self.values.element_size())
-        if self.values.place.is_cpu_place():  # no copy
-            return sum_of_elements(bytes_of(self.values), itemsize, self.first, self.seed)
-        flat = self.values.flatten()
-        chunks = ((start, flat._slice(start, min(numel, start + _CHUNK_NUMEL))) for start in range(0, numel, _CHUNK_NUMEL))
-        return sum(sum_of_elements(bytes_of(chunk), itemsize, self.first + start, self.seed) for start, chunk in chunks)
+        total, first, itemsize = 0, self.first, int(self.values.element_size())
+        for chunk in chunks_of(self.values):
+            total += sum_of_elements(chunk, itemsize, first, self.seed)
+            first += len(chunk) // itemsize
+        return total % (1 << 64)
 
 
 def parameter_parts(subjects: Subjects) -> list[ParameterPart]:

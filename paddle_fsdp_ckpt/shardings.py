@@ -88,13 +88,18 @@ class FlatShard:
         layout: the whole buffer.
         tensor: the live shard, 1-D.
         trainable: whether optimizers step a slot's parameter, one a slot.
-        changes: how often this rank's piece of a slot was, or may have been, written to, one a slot; None where nobody counts.
+        counting: what counts how often this rank's piece of a slot was, or may have been, written to, one a slot; None where nothing does.
     """
 
     layout: FlatBuffer
     tensor: paddle.Tensor
     trainable: tuple[bool, ...]
-    changes: tuple[int, ...] | None = None
+    counting: tuple[ParameterShard, ...] | None = None
+
+    @property
+    def changes(self) -> tuple[int, ...] | None:
+        """How often it was by now."""
+        return None if self.counting is None else tuple(one.changes for one in self.counting)
 
 
 class Sharding(ABC):
@@ -252,7 +257,7 @@ class CutByUs(Sharding):
                 one.layout,
                 one.shard,
                 tuple(not own.parameter.stop_gradient for own in one.shards),
-                tuple(own.changes for own in one.shards),
+                tuple(one.shards),
             )
             for one in self.runtime.buffers
         ]

@@ -57,6 +57,7 @@ def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]
 
 
 def train_plain(family: str, changes: dict[str, Any]) -> list[float]:
+    """Train four steps in one process, and return the losses."""
     model, optimizer = adapted(family, changes)
     return train(model, optimizer, 0, 4)
 

@@ -23,6 +23,7 @@ TOKENS = np.random.RandomState(8).randint(0, VOCABULARY, [2, 24])
 def test_adapters_of_paddleformers(
     ranks: Callable[[int], RankPool], single: RankPool, torch_process: RankPool, tmp_path: Path, family: str, fused: bool
 ) -> None:
+    """Losses and logits of all ways are the same."""
     changes: dict[str, Any] = {"fuse_attention_qkv": True} if fused else {}
     base, adapters, config, hf_base, hf, peft = (str(tmp_path / name) for name in ("base", "adapters", "config", "hf base", "hf", "peft"))
     ranks(2).run(peft_cases.save_base, base, family, changes)
