@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
     )
     from .fsdp import local_parameters
-    from .gather import full_optimizer_state_dict, full_state_dict, iter_full_parameters, parameter_versions
+    from .gather import full_state_dict, iter_full_parameters, parameter_versions
+    from .gather_states import full_optimizer_state_dict
     from .huggingface_loading import load_huggingface
     from .loading import LoadReport, load
     from .manager import CheckpointEvent, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepNewestOfEach, RestoreReport
@@ -117,7 +118,7 @@ _MODULES = {
     "iter_full_parameters": "gather",
     "parameter_versions": "gather",
     "full_state_dict": "gather",
-    "full_optimizer_state_dict": "gather",
+    "full_optimizer_state_dict": "gather_states",
     "init_optimizer_state": "state_dict",
     "load": "loading",
     "local_parameters": "fsdp",
@@ -138,6 +139,7 @@ _MODULES = {
 _NEED_PADDLE = {
     "fsdp",
     "gather",
+    "gather_states",
     "huggingface_loading",
     "loading",
     "manager",

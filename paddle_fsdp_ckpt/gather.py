@@ -6,12 +6,10 @@ shape that it has in the plain model, and belongs to the receiver.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import paddle
@@ -19,15 +17,23 @@ import paddle.distributed as dist
 from paddle import nn
 
 from .errors import CheckpointError, RankFailedError, ShardingError
-from .fsdp import Communicator, ParameterShard, named_buffers, named_parameters, runtime_of
-from .fsdp.paddle_runtime import PaddleShard
-from .layout import FlatBuffer, Slot
-from .optim import OptimizerState, StateKind
+from .fsdp import Communicator, named_buffers, named_parameters, runtime_of
+from .host_memory import chunks_of
+from .layout import Slot
 from .shardings import FlatShard, Sharding, sharding_of
-from .subjects import check_subjects, check_tensors
+from .storage.digests import digest_of_parts
+from .subjects import check_tensors
 
 Selection: TypeAlias = Iterable[str] | Callable[[str], bool]
 """Which names: shell-style patterns (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
+
+_GOES_ON, _HAS_LEFT, _HAS_CHANGED = 0, 1, 2
+"""What ranks tell each other before each flat buffer."""
+
+_CHANGED = (
+    "the weights changed while iter_full_parameters ran (a step, a load, set_value), so those to come are newer than those that came; "
+    "run it to the end before the next step"
+)
 
 
 def iter_full_parameters(
@@ -44,7 +50,8 @@ def iter_full_parameters(
 
     All ranks must call it, and run it to the end. Each flat buffer is gathered once, and only where something of it is wanted; no
     more than one is whole at a time. A parameter with several names comes out under each, as the same tensor. The tensors are
-    copies of what the weights are when they are yielded; they stay as they are.
+    copies of what the weights were when the iteration began; they stay as they are. Where our ``fully_shard`` did not cut the model, each
+    rank reads its part of the weights once more to see whether they changed meanwhile.
 
     Args:
         model: sharded by ``fully_shard``, ours or Paddle's own; or plain, without any communication then.
@@ -60,17 +67,19 @@ def iter_full_parameters(
         ShardingError: as :func:`~.state_dict.sharded_state_dict`; or the ranks ask for different things.
         CheckpointError: there is no rank ``to_rank``.
         RankFailedError: while iterating, another rank left its iterator before the end.
+        ShardingError: while iterating, a step, a load or the like changed weights on any rank, so that those to come are not of the same
+            moment as those that came.
     """
     check_tensors(model)
     sharding = sharding_of(model)
-    receives = _receives(sharding, to_rank)
+    is_receiver = receives(sharding, to_rank)
     if sharding.is_plain:
-        pairs = _plain_parameters(model, include, exclude, trainable_only) if receives else iter(())
-        return ((name, _owned(tensor, tuple(tensor.shape), dtype, device)) for name, tensor in pairs)
+        pairs = _plain_parameters(model, include, exclude, trainable_only) if is_receiver else iter(())
+        return ((name, owned(tensor, tuple(tensor.shape), dtype, device)) for name, tensor in pairs)
     wanted = _wanted_slots(sharding, include, exclude, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
-    return _iterate(sharding.communicator, wanted, include, exclude, dtype, device, receives)
+    return _iterate(sharding.communicator, wanted, include, exclude, dtype, device, is_receiver)
 
 
 def parameter_versions(model: nn.Layer) -> dict[str, int]:
@@ -124,47 +133,14 @@ def full_state_dict(
             model, include=include, exclude=exclude, trainable_only=trainable_only, dtype=dtype, device=device, to_rank=to_rank
         )
     )
-    if not trainable_only and _receives(sharding_of(model), to_rank):
+    if not trainable_only and receives(sharding_of(model), to_rank):
         for name, buffer in named_buffers(model):
             if _is_selected(name, include, exclude):
-                found[name] = _owned(buffer.detach(), tuple(buffer.shape), None, device)
+                found[name] = owned(buffer.detach(), tuple(buffer.shape), None, device)
     return found
 
 
-def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_rank: int | None = 0) -> dict[str, paddle.Tensor]:
-    """Return an optimizer's whole states and master weights by key, as :func:`~.state_dict.optimizer_sharded_state_dict` names them.
-
-    All ranks must call it. Only states that there are; none is created.
-
-    Args:
-        optimizer: bound to a sharded model; or one that steps a model that Paddle's own ``fully_shard`` cut.
-        device: as for :func:`iter_full_parameters`.
-        to_rank: as for :func:`full_state_dict`.
-
-    Returns:
-        Elementwise states in the parameter's shape, scalars in their own, ASGD's ``y`` with its leading dimension.
-
-    Raises:
-        ShardingError: the optimizer is not bound.
-        UnsupportedOptimizerError: it has a state that its class is not known to have.
-        CheckpointError: there is no rank ``to_rank``.
-    """
-    subjects = check_subjects(None, [optimizer])
-    sharding = subjects.sharding
-    receives = _receives(sharding, to_rank)
-    (stepper,) = subjects.steppers
-    communicator = sharding.communicator
-    tables = _agree_on_tables(communicator, sharding.states(optimizer, stepper.parameters))
-    found: dict[str, paddle.Tensor] = {}
-    for layout in [shard.layout for shard in sharding.flat_shards()]:
-        for table in tables.get(layout.name, []):
-            for slot, tensor in table.gather(layout, communicator):
-                if receives:
-                    found[f"{slot.name}.{table.suffix}"] = _owned(tensor, tuple(tensor.shape), None, device)
-    return found
-
-
-def _receives(sharding: Sharding, to_rank: int | None) -> bool:
+def receives(sharding: Sharding, to_rank: int | None) -> bool:
     """Tell whether this rank is given tensors.
 
     Raises:
@@ -189,9 +165,17 @@ def _is_selected(name: str, include: Selection | None, exclude: Selection | None
 def _plain_parameters(
     model: nn.Layer, include: Selection | None, exclude: Selection | None, trainable_only: bool
 ) -> Iterator[tuple[str, paddle.Tensor]]:
-    for named in named_parameters(model):
-        if not (trainable_only and named.parameter.stop_gradient):
-            yield from ((name, named.parameter.detach()) for name in sorted(named.names) if _is_selected(name, include, exclude))
+    wanted = [
+        (named.parameter, names)
+        for named in named_parameters(model)
+        if not (trainable_only and named.parameter.stop_gradient)
+        and (names := [name for name in sorted(named.names) if _is_selected(name, include, exclude)])
+    ]
+    before = [_digest(parameter) for parameter, _ in wanted]
+    for (parameter, names), digest in zip(wanted, before, strict=True):
+        if _digest(parameter) != digest:
+            raise ShardingError(_CHANGED)
+        yield from ((name, parameter.detach()) for name in names)
 
 
 def _wanted_slots(
@@ -217,19 +201,27 @@ def _iterate(
     exclude: Selection | None,
     dtype: str | None,
     device: str | None,
-    receives: bool,
+    is_receiver: bool,
 ) -> Iterator[tuple[str, paddle.Tensor]]:
-    with closing(_gather_each(communicator, [shard for shard, _ in wanted])) as gathered:
-        for (_, slots), whole in zip(wanted, gathered, strict=True):
-            for slot in slots if receives else ():
-                tensor = _owned(whole._slice(slot.range.start, slot.range.stop), slot.shape, dtype, device)
+    shards = [shard for shard, _ in wanted]
+    before = [_version(shard) for shard in shards]
+    with closing(_gather_each(communicator, shards, before)) as gathered:
+        for (shard, slots), version, whole in zip(wanted, before, gathered, strict=True):
+            for slot in slots if is_receiver else ():
+                if communicator.alone and _version(shard) != version:  # the whole buffer is the live one
+                    raise ShardingError(_CHANGED)
+                tensor = owned(whole._slice(slot.range.start, slot.range.stop), slot.shape, dtype, device)
                 yield from ((name, tensor) for name in slot.names if _is_selected(name, include, exclude))
 
 
-def _gather_each(communicator: Communicator, shards: Sequence[FlatShard]) -> Generator[paddle.Tensor, None, None]:
-    """Yield each whole buffer; where a rank stops before the last one, the others raise."""
-    for number, shard in enumerate(shards):
-        if communicator.max_of_integers(np.array([0], dtype=np.int32))[0]:
+def _gather_each(communicator: Communicator, shards: Sequence[FlatShard], before: Sequence[object]) -> Generator[paddle.Tensor, None, None]:
+    """Yield each whole buffer; where a rank stops before the last one, or its weights are not those from before, all others raise."""
+    for number, (shard, version) in enumerate(zip(shards, before, strict=True)):
+        mine = _GOES_ON if _version(shard) == version else _HAS_CHANGED
+        verdict = int(communicator.max_of_integers(np.array([mine], dtype=np.int32))[0])
+        if verdict == _HAS_CHANGED:
+            raise ShardingError(_CHANGED)
+        if verdict == _HAS_LEFT:
             raise RankFailedError(
                 "another rank left iter_full_parameters before its end; run it to the end on every rank, and ask by include, exclude or "
                 "to_rank for less"
@@ -239,12 +231,22 @@ def _gather_each(communicator: Communicator, shards: Sequence[FlatShard]) -> Gen
             yield whole
         except GeneratorExit:
             if number + 1 < len(shards):
-                communicator.max_of_integers(np.array([1], dtype=np.int32))
+                communicator.max_of_integers(np.array([_HAS_LEFT], dtype=np.int32))
             raise
         del whole  # before the next one is gathered
 
 
-def _owned(tensor: paddle.Tensor, shape: tuple[int, ...], dtype: str | None, device: str | None) -> paddle.Tensor:
+def _version(shard: FlatShard) -> object:
+    """Return what is another value once this rank's shard was written to."""
+    return _digest(shard.tensor) if shard.changes is None else shard.changes
+
+
+def _digest(tensor: paddle.Tensor) -> str:
+    # Paddle's optimizers count no versions of what they write to.
+    return digest_of_parts(chunks_of(tensor))
+
+
+def owned(tensor: paddle.Tensor, shape: tuple[int, ...], dtype: str | None, device: str | None) -> paddle.Tensor:
     """Return a copy that shares nothing."""
     with paddle.no_grad():
         own = tensor.clone() if dtype is None or str(tensor.dtype).endswith(f".{dtype}") else tensor.astype(dtype)
@@ -252,85 +254,3 @@ def _owned(tensor: paddle.Tensor, shape: tuple[int, ...], dtype: str | None, dev
         own = own if device is None else own.to(device)
     own.stop_gradient = True
     return own
-
-
-@dataclass
-class _StateTable:
-    """One state of the parameters in one flat buffer, as far as this rank has it.
-
-    Attributes:
-        suffix: what follows the parameter's name in the keys.
-        kind: of all of them.
-        dtype: of all of them.
-        lead: the shape of a scalar; how many layers a stacked state has, as a list of one.
-        offsets: the slots that have the state on any rank.
-        states: this rank's, by the slot's offset.
-    """
-
-    suffix: str
-    kind: StateKind
-    dtype: str
-    lead: list[int]
-    offsets: set[int]
-    states: dict[int, OptimizerState] = field(default_factory=dict)
-
-    def gather(self, layout: FlatBuffer, communicator: Communicator) -> Iterator[tuple[Slot, paddle.Tensor]]:
-        """Yield the whole state of each slot that has it. A collective operation."""
-        slots = [slot for slot in layout.slots if slot.offset in self.offsets]
-        if self.kind is StateKind.SCALAR:
-            yield from self._gather_scalars(layout, slots, communicator)
-            return
-        layers = [self._gather_layer(layout, layer, communicator) for layer in range(self.lead[0] if self.lead else 1)]
-        for slot in slots:
-            parts = [layer._slice(slot.range.start, slot.range.stop).reshape(list(slot.shape)) for layer in layers]
-            yield slot, paddle.stack(parts) if self.kind is StateKind.STACKED else parts[0]
-
-    def _gather_layer(self, layout: FlatBuffer, layer: int, communicator: Communicator) -> paddle.Tensor:
-        """Return one value of each element of the buffer."""
-        first = layout.shard(communicator.rank).start
-        mine = paddle.zeros([layout.shard_numel], dtype=self.dtype)
-        with paddle.no_grad():
-            for state in self.states.values():
-                start = state.shard.slot.offset + state.shard.range.start - first
-                values = state.tensor[layer] if self.kind is StateKind.STACKED else state.tensor
-                paddle.assign(values, mine._slice(start, start + state.shard.range.numel))
-        return mine if communicator.alone else communicator.all_gather(mine)
-
-    def _gather_scalars(
-        self, layout: FlatBuffer, slots: Sequence[Slot], communicator: Communicator
-    ) -> Iterator[tuple[Slot, paddle.Tensor]]:
-        mine = paddle.zeros([len(slots)], dtype=self.dtype)
-        with paddle.no_grad():
-            for place, slot in enumerate(slots):
-                if slot.offset in self.states:
-                    paddle.assign(self.states[slot.offset].tensor.reshape([1]), mine._slice(place, place + 1))
-        every = mine if communicator.alone else communicator.all_gather(mine)
-        for place, slot in enumerate(slots):
-            owner = slot.offset // layout.shard_numel  # the rank that keeps the parameter's first element has its scalars
-            at = owner * len(slots) + place
-            yield slot, every._slice(at, at + 1).reshape(self.lead)
-
-
-def _agree_on_tables(communicator: Communicator, states: Sequence[OptimizerState]) -> dict[str, list[_StateTable]]:
-    """Return the states that there are on any rank, by the flat buffer's name, in the same order on every rank."""
-    tables: dict[tuple[str, str], _StateTable] = {}
-    for state in states:
-        assert isinstance(state.shard, (ParameterShard, PaddleShard))
-        where = state.shard.buffer.layout.name, state.suffix
-        table = tables.get(where)
-        if table is None:
-            shape = list(state.tensor.shape)
-            lead = shape if state.kind is StateKind.SCALAR else shape[:1] if state.kind is StateKind.STACKED else []
-            dtype = str(state.tensor.dtype).rpartition(".")[2]
-            table = tables[where] = _StateTable(state.suffix, state.kind, dtype, lead, set())
-        table.offsets.add(state.shard.slot.offset)
-        table.states[state.shard.slot.offset] = state
-    mine = [[name, one.suffix, one.kind.name, one.dtype, one.lead, sorted(one.offsets)] for (name, _), one in tables.items()]
-    for text in communicator.gather_texts(json.dumps(mine)):
-        for name, suffix, kind, dtype, lead, offsets in json.loads(text):
-            table = tables.setdefault((name, suffix), _StateTable(suffix, StateKind[kind], dtype, lead, set()))
-            table.offsets.update(offsets)
-    by_buffer: dict[str, list[_StateTable]] = {}
-    for name, suffix in sorted(tables):
-        by_buffer.setdefault(name, []).append(tables[name, suffix])
-    return by_buffer

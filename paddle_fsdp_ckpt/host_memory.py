@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import paddle
 
+_CHUNK_NUMEL = 1 << 20
+
 
 def bytes_of(tensor: paddle.Tensor) -> memoryview:
     """Return a tensor's values as bytes, row-major: its own memory where that is on CPU and contiguous, writable; else a copy.
@@ -28,6 +30,16 @@ def bytes_of(tensor: paddle.Tensor) -> memoryview:
     if on_host is not tensor:
         return np.frombuffer(view, np.uint8).copy().data
     return view
+
+
+def chunks_of(tensor: paddle.Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's values as bytes, row-major: as :func:`bytes_of` where they are on CPU, else a copy of some at a time."""
+    if tensor.place.is_cpu_place():
+        yield bytes_of(tensor)
+        return
+    flat = tensor.flatten()
+    for start in range(0, flat.shape[0], _CHUNK_NUMEL):
+        yield bytes_of(flat._slice(start, min(flat.shape[0], start + _CHUNK_NUMEL)))
 
 
 def _is_direct(tensor: paddle.Tensor) -> bool:

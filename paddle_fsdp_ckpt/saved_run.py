@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from .errors import CorruptCheckpointError, IncompleteCheckpointError, listing
 from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate
 from .storage.comparison import have_same_values
-from .storage.format import JsonValue
+from .storage.format import BaseParameter, JsonValue
 from .storage.index import CheckpointIndex
 from .subjects import Stepper
 
@@ -56,6 +56,7 @@ class SavedRun:
         extra_state: the caller's own.
         optimizers: those that were saved.
         tied: the sorted names of each tensor that had several; None where a checkpoint of stock Paddle doesn't say.
+        base: by each of its names, what a parameter was that was left out since it didn't train.
     """
 
     step: int | None
@@ -63,6 +64,7 @@ class SavedRun:
     extra_state: JsonValue
     optimizers: tuple[SavedOptimizer, ...]
     tied: frozenset[tuple[str, ...]] | None
+    base: Mapping[str, BaseParameter] = field(default_factory=dict)
 
     @property
     def with_gradient(self) -> set[str]:
@@ -87,7 +89,7 @@ class SavedRun:
         """Return the same with other names of parameters."""
         optimizers = tuple(one.with_names(lambda names: map(rename, names)) for one in self.optimizers)
         tied = None if self.tied is None else frozenset(tuple(sorted(map(rename, names))) for names in self.tied)
-        return replace(self, optimizers=optimizers, tied=tied)
+        return replace(self, optimizers=optimizers, tied=tied, base={rename(name): one for name, one in self.base.items()})
 
     def states_in(self, keys: Iterable[str], model_keys: Iterable[str]) -> dict[str, set[str]]:
         """Return which of the keys are states or master weights, by the name of each parameter that an optimizer held."""
@@ -116,7 +118,9 @@ def read_saved_run(index: CheckpointIndex) -> SavedRun:
         raise CorruptCheckpointError(
             f"the manifest of '{index.path}' doesn't describe its optimizers as save does ({error!r}); load another checkpoint"
         ) from error
-    return SavedRun(manifest.step, manifest.world_size, manifest.extra_state, optimizers, frozenset(manifest.tied))
+    names_of = {name: names for names in manifest.tied for name in names}
+    base = {name: one for first, one in (manifest.base or {}).items() for name in names_of.get(first, (first,))}
+    return SavedRun(manifest.step, manifest.world_size, manifest.extra_state, optimizers, frozenset(manifest.tied), base)
 
 
 def _stock_states(keys: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -17,9 +17,11 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from .base_weights import LeftOut, leave_out_base
 from .errors import CheckpointError, listing
 from .fsdp import named_buffers, named_parameters, runtime_of
 from .host_memory import bytes_of
+from .lora_layers import lora_scalings
 from .meeting import absolute_path, check_same, digest_of, open_meeting
 from .optim import optimizer_list
 from .pieces import Piece
@@ -46,6 +48,7 @@ def save(
     step: int | None = None,
     extra_state: JsonValue = None,
     overwrite: bool = False,
+    trainable_only: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> None:
     """Save a model and its optimizers as the checkpoint directory ``path``, as a whole or not at all. All ranks must call it.
@@ -62,6 +65,10 @@ def save(
         step: noted in the checkpoint; a whole number from 0 on.
         extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks.
         overwrite: replace a checkpoint that is at ``path``, as a whole.
+        trainable_only: leave out the parameters that don't train (``stop_gradient``) and have no optimizer states, such as the frozen base
+            of LoRA adapters. Checksums of them are saved, and ``load`` wants the model to have them as they were. Reading them all takes
+            a while, but only once where our ``fully_shard`` cut the model, as long as they don't change as ``parameter_versions``
+            counts it. Persistable buffers are saved all the same.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Raises:
@@ -78,6 +85,7 @@ def save(
         step=step,
         extra_state=extra_state,
         overwrite=overwrite,
+        trainable_only=trainable_only,
         timeout_seconds=timeout_seconds,
     )
     commit_save(prepared, list(prepared.contents()), rendezvous)
@@ -148,6 +156,7 @@ def prepare_save(
     step: object,
     extra_state: JsonValue,
     overwrite: bool,
+    trainable_only: bool,
     timeout_seconds: float,
     keep: Callable[[], Kept] = Kept,
 ) -> PreparedSave:
@@ -162,6 +171,7 @@ def prepare_save(
         step: the number.
         extra_state: for the manifest.
         overwrite: or not.
+        trainable_only: or all.
         timeout_seconds: at each point.
         keep: returns what the checkpoint is to hold beside; what it raises is raised on all ranks.
 
@@ -169,6 +179,7 @@ def prepare_save(
         CheckpointError: on all ranks, where any failed.
     """
     prepared: list[PreparedSave] = []
+    left_out: list[LeftOut] = []
 
     def prepare() -> JsonValue:
         target = absolute_path(path)
@@ -184,6 +195,11 @@ def prepare_save(
             warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=5)
         weights = weights_to_store(subjects, rendezvous.rank)
         check_not_reserved(weights)
+        base: JsonValue = None
+        if trainable_only:
+            left_out.append(leave_out_base(subjects))
+            weights = {key: weight for key, weight in weights.items() if key not in left_out[0].keys}
+            base = left_out[0].message
         kept = keep()
         whole = sorted(
             key
@@ -200,15 +216,25 @@ def prepare_save(
             extra_state=deepcopy(extra_state),
             files=(),
             tied=tuple(tuple(names) for names in subjects.tied()),
+            lora=lora_scalings(model),
         )
         tensors = [(piece_of(key, weight), weight.local_tensor) for key, weight in weights.items()]
         data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
         prepared.append(PreparedSave(target, tensors, data, manifest, token, overwrite, timeout_seconds))
         extra = digest_of(json.dumps([extra_state, whole], sort_keys=True))
         weights_digest = _weights_digest(model) if subjects.sharding.is_plain and rendezvous.world_size > 1 else ""
-        return [str(target), subjects.digest(), manifest.step, overwrite, extra, weights_digest, _buffer_checksums(model)]
+        alike = [str(target), subjects.digest(), manifest.step, overwrite, extra, trainable_only, weights_digest]
+        return {"alike": alike, "buffers": _buffer_checksums(model), "base": base}
 
-    exchange(rendezvous, f"{token}/prepare", prepare, _check_same_saving, timeout_seconds)
+    def judge(ranks: list[JsonValue]) -> None:
+        _check_same_saving(ranks)
+        if left_out:
+            base = left_out[0].describe([one["base"] for one in ranks])
+            prepared[0] = replace(prepared[0], manifest=replace(prepared[0].manifest, base=base))
+
+    exchange(rendezvous, f"{token}/prepare", prepare, judge, timeout_seconds)
+    if left_out:
+        left_out[0].was_heard()
     return prepared[0]
 
 
@@ -265,12 +291,12 @@ def _check_step(step: Any) -> int | None:
 
 
 def _check_same_saving(ranks: list[JsonValue]) -> None:
-    shown = ("path", "step", "overwrite")
+    shown = ("path", "step", "overwrite", "trainable_only")
     plain = "weights of a model that is not sharded (was fully_shard forgotten?)"
-    whats = ("path", "model and optimizers", "step", "overwrite", "extra_state", plain)
-    for what, values in zip(whats, zip(*(values[:-1] for values in ranks), strict=True), strict=True):
+    whats = ("path", "model and optimizers", "step", "overwrite", "extra_state", "trainable_only", plain)
+    for what, values in zip(whats, zip(*(one["alike"] for one in ranks), strict=True), strict=True):
         check_same("save", what, values, "nothing was written", shown=what in shown)
-    buffers = [values[-1] for values in ranks]
+    buffers = [one["buffers"] for one in ranks]
     differing = [name for name, checksum in buffers[COORDINATOR].items() if any(other[name] != checksum for other in buffers)]
     if differing:
         warnings.warn(

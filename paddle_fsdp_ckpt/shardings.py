@@ -18,6 +18,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from .errors import ShardingError, listing
 from .fsdp import (
     Communicator,
+    KnownSums,
     PaddleRuntime,
     ParameterShard,
     Runtime,
@@ -88,11 +89,18 @@ class FlatShard:
         layout: the whole buffer.
         tensor: the live shard, 1-D.
         trainable: whether optimizers step a slot's parameter, one a slot.
+        counting: what counts how often this rank's piece of a slot was, or may have been, written to, one a slot; None where nothing does.
     """
 
     layout: FlatBuffer
     tensor: paddle.Tensor
     trainable: tuple[bool, ...]
+    counting: tuple[ParameterShard, ...] | None = None
+
+    @property
+    def changes(self) -> tuple[int, ...] | None:
+        """How often it was by now."""
+        return None if self.counting is None else tuple(one.changes for one in self.counting)
 
 
 class Sharding(ABC):
@@ -146,6 +154,11 @@ class Sharding(ABC):
     def flat_shards(self) -> list[FlatShard]:
         """Return this rank's shard of each flat buffer, in the same order on every rank; none where nothing is cut."""
         return []
+
+    @property
+    def known_sums(self) -> KnownSums | None:
+        """What is remembered of checksums of the parameters; None where nobody counts their changes."""
+        return None
 
     @abstractmethod
     def warn_of_cuts(self) -> None:
@@ -232,11 +245,22 @@ class CutByUs(Sharding):
         """The runtime's own."""
         return self.runtime.communicator
 
+    @property
+    def known_sums(self) -> KnownSums:
+        """The runtime's own."""
+        return self.runtime.known_sums
+
     def flat_shards(self) -> list[FlatShard]:
         """Return the runtime's shards."""
         self.runtime.check_unwritten()
         return [
-            FlatShard(one.layout, one.shard, tuple(not own.parameter.stop_gradient for own in one.shards)) for one in self.runtime.buffers
+            FlatShard(
+                one.layout,
+                one.shard,
+                tuple(not own.parameter.stop_gradient for own in one.shards),
+                tuple(one.shards),
+            )
+            for one in self.runtime.buffers
         ]
 
     def warn_of_cuts(self) -> None:
@@ -293,9 +317,9 @@ class CutByUs(Sharding):
         """Release whole units, and tell the optimizers that were not loaded."""
         if model is None:
             return
-        for unit in self.runtime.units:
-            unit.changed(unit.shards)
         loaded, kept_names = {id(one) for one in stepped}, set(kept)
+        for unit in self.runtime.units:
+            unit.changed([shard for shard in unit.shards if not kept_names.intersection(shard.slot.names)])
         self.runtime.parameters_written(
             [shard for shard in self.runtime.shards if id(shard) not in loaded and not kept_names.intersection(shard.slot.names)]
         )

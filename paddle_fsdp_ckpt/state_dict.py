@@ -36,6 +36,8 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     check_tensors(model)
     sharding = sharding_of(model)
     sharding.warn_of_cuts()
+    if sharding.known_sums is not None:
+        sharding.known_sums.forget()  # whoever gets the views may write to them
     return sharding.model_weights(model)
 
 

@@ -8,7 +8,7 @@ import paddle
 from paddle import nn
 
 from .fsdp import runtime_of, unshard_model
-from .gather import full_optimizer_state_dict
+from .gather_states import full_optimizer_state_dict
 from .optim import (
     WholeParameter,
     bound_optimizers,

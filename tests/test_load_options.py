@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "copy_tied": False,
     "verify_first": False,
     "salvage": False,
+    "allow_other_base": False,
     "given": ["model", "optimizer"],
 }
 

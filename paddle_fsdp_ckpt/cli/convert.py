@@ -9,6 +9,7 @@ import sys
 from ..errors import CheckpointError
 from ..export.from_huggingface import import_huggingface
 from ..export.huggingface import DEFAULT_MAX_SHARD_NBYTES, export_huggingface
+from ..export.peft import export_peft
 from ..export.recipes import AUTO
 from .command import Command, Report
 from .progress import ProgressLine
@@ -22,7 +23,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", metavar="DIR", help="a checkpoint's directory, ours or stock Paddle's; with --to fc a Hugging Face model's"
     )
-    parser.add_argument("--to", required=True, choices=["hf", "fc"], help="hf: the files of a Hugging Face model; fc: a checkpoint")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=["hf", "fc", "peft"],
+        help="hf: a Hugging Face model; fc: a checkpoint; peft: LoRA adapters alone",
+    )
     parser.add_argument("out", metavar="OUT", help="the directory to make; missing or empty")
     parser.add_argument("--config", metavar="DIR", help="hf: where config.json and tokenizer files lie, which are copied")
     parser.add_argument(
@@ -35,12 +41,33 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master-weights", action="store_true", help="hf: take values from the optimizer's master weights, where there are"
     )
+    parser.add_argument("--base", metavar="DIR", help="hf: a checkpoint with the base of the LoRA adapters, to merge them into")
+    parser.add_argument("--merge-lora", action="store_true", help="hf: merge the LoRA adapters in DIR into the weights there")
+    parser.add_argument("--allow-other-base", action="store_true", help="hf: merge into another base than the one of the adapters")
+    parser.add_argument("--lora-alpha", type=float, metavar="A", help="hf, peft: adapters scale by A / r (default: as the checkpoint says)")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="hf: of a file, such as 500MB (default: 5GB)")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
     with ProgressLine(sys.stderr) as progress:
-        return (_to_checkpoint if arguments.to == "fc" else _to_huggingface)(arguments, progress), True
+        _check_options(arguments)
+        return {"hf": _to_huggingface, "fc": _to_checkpoint, "peft": _to_peft}[arguments.to](arguments, progress), True
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise where options were given that are for another form."""
+    of_forms = {
+        "base": ["hf"],
+        "merge_lora": ["hf"],
+        "allow_other_base": ["hf"],
+        "max_shard_size": ["hf"],
+        "config": ["hf", "peft"],
+        "master_weights": ["hf", "peft"],
+        "lora_alpha": ["hf", "peft"],
+    }
+    for name, forms in of_forms.items():
+        if getattr(arguments, name) not in (None, False) and arguments.to not in forms:
+            raise CheckpointError(f"--{name.replace('_', '-')} is for --to {' and '.join(forms)}; leave it out")
 
 
 def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
@@ -51,19 +78,31 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Re
         config=arguments.config,
         dtype=_DTYPES.get(arguments.dtype),
         master_weights=arguments.master_weights,
+        base=arguments.base,
+        merge_lora=arguments.merge_lora,
+        lora_alpha=arguments.lora_alpha,
+        allow_other_base=arguments.allow_other_base,
         max_shard_nbytes=arguments.max_shard_size or DEFAULT_MAX_SHARD_NBYTES,
         progress=progress,
     )
 
 
 def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
-    for option, value in (("--config", arguments.config), ("--max-shard-size", arguments.max_shard_size)):
-        if value is not None:
-            raise CheckpointError(f"{option} is for --to hf; leave it out")
-    if arguments.master_weights:
-        raise CheckpointError("--master-weights is for --to hf; leave it out")
     dtype = _DTYPES.get(arguments.dtype)
     return import_huggingface(arguments.directory, arguments.out, recipe=arguments.recipe, dtype=dtype, progress=progress)
+
+
+def _to_peft(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+    return export_peft(
+        arguments.directory,
+        arguments.out,
+        recipe=arguments.recipe,
+        config=arguments.config,
+        dtype=_DTYPES.get(arguments.dtype),
+        master_weights=arguments.master_weights,
+        lora_alpha=arguments.lora_alpha,
+        progress=progress,
+    )
 
 
 def _size(text: str) -> int:

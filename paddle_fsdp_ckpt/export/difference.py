@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import listing
-from ..storage.format import JsonValue
+from ..storage.format import BaseParameter, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.stock import open_index
 from .statistics import as_float64
@@ -192,9 +192,22 @@ def _facts(first: CheckpointIndex, second: CheckpointIndex) -> Iterator[FactDiff
         yield FactDifference("step", one.step, other.step)
     if set(one.tied) != set(other.tied):
         yield FactDifference("tied", [list(names) for names in one.tied], [list(names) for names in other.tied])
+    yield from _base_differences(one.base, other.base)
     yield from _setting_differences(_settings(one.optimizers), _settings(other.optimizers))
     if _plain(one.extra_state) != _plain(other.extra_state):
         yield FactDifference("extra_state", one.extra_state, other.extra_state)
+
+
+def _base_differences(one: Mapping[str, BaseParameter] | None, other: Mapping[str, BaseParameter] | None) -> Iterator[FactDifference]:
+    """Yield in what the parameters differ that were left out: the first one, and how many there are."""
+    if (one is None) != (other is None):
+        yield FactDifference("base", "stored" if one is None else "left out", "stored" if other is None else "left out")
+        return
+    mine, theirs = one or {}, other or {}
+    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    if names:
+        first, second = (None if one is None else one.to_json() for one in (mine.get(names[0]), theirs.get(names[0])))
+        yield FactDifference("base", first, second, len(names))
 
 
 def _setting_differences(one: dict[str, dict[str, JsonValue]], other: dict[str, dict[str, JsonValue]]) -> Iterator[FactDifference]:

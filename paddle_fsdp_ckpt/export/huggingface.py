@@ -10,12 +10,16 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..storage.format import JsonValue
+from ..storage.index import CheckpointIndex
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
-from .contents import contents_of
+from .contents import Contents, contents_of
+from .lora import fits_recipe, is_lora_key, unwrapped
+from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
 from .recipes import AUTO, choose_recipe
+from .recipes.rules import Recipe
 from .safetensors_files import INDEX_NAME, OutputTensor, write_files
 from .tensors import TensorReader
 from .values import check_values
@@ -66,6 +70,10 @@ def export_huggingface(
     config: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     master_weights: bool = False,
+    base: str | os.PathLike[str] | None = None,
+    merge_lora: bool = False,
+    lora_alpha: float | None = None,
+    allow_other_base: bool = False,
     max_shard_nbytes: int = DEFAULT_MAX_SHARD_NBYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
@@ -82,6 +90,10 @@ def export_huggingface(
         dtype: Paddle's name of a floating point type that all floating point tensors get, rounded to the nearest, ties to even; by default
             each keeps its own.
         master_weights: take the values of parameters that have a master weight from that.
+        base: the checkpoint with the base of the LoRA adapters that ``path`` holds; they are merged into it.
+        merge_lora: merge the LoRA adapters that ``path`` holds into the weights that it holds too.
+        lora_alpha: where the checkpoint doesn't say how adapters scale, they do by ``lora_alpha / r``.
+        allow_other_base: merge into a base that is not what it was when the adapters were saved.
         max_shard_nbytes: how many bytes of values a file has at most; a larger tensor gets a file of its own.
         progress: called now and then with the number of bytes written so far, and of all.
 
@@ -97,10 +109,23 @@ def export_huggingface(
     index = open_index(Path(path))
     model_config = None if config is None else read_config(Path(config))
     chosen = choose_recipe(recipe, model_config)
-    model = model_tensors(index, contents_of(index), chosen, model_config, master_weights=master_weights)
+    contents, adapted = contents_of(index), None
+    if base is not None or merge_lora:
+        adapted = adapted_model(
+            unwrapped(index, fits_recipe(chosen)) if base is None else index,
+            None if base is None else open_index(Path(base)),
+            alpha=lora_alpha,
+            master_weights=master_weights,
+            allow_other_base=allow_other_base,
+        )
+        index, contents = adapted.base, adapted.contents
+    else:
+        _check_not_adapted(index, contents, chosen)
+    model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
     check_values(index, sorted({source.slab.key for source in model.sources}))
-    reader = TensorReader(index, dtype)
+    reader = TensorReader(index, dtype) if adapted is None else MergingReader(adapted, dtype)
     tensors = [reader.output(source) for source in model.sources]
+    merged = [] if adapted is None else [f"{len(adapted.adapters)} LoRA adapters were merged"]
     with new_directory(Path(out)) as staging:
         files = write_files(staging, tensors, max_shard_nbytes, model.tied, progress)
         reader.check_overflows()
@@ -116,8 +141,17 @@ def export_huggingface(
         nbytes=sum(tensor.nbytes for tensor in tensors),
         files=(*files, INDEX_NAME, *(companion.name for companion in companions)),
         tied=model.tied,
-        notes=(*model.notes, *_dtype_notes(tensors, model_config)),
+        notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config)),
     )
+
+
+def _check_not_adapted(index: CheckpointIndex, contents: Contents, recipe: Recipe) -> None:
+    """Raise where a checkpoint holds LoRA adapters that nobody said what to do with."""
+    if index.manifest is not None and index.manifest.base:
+        raise CheckpointError(f"'{index.path}' was saved without its base; give that by --base DIR, or export the adapters, --to peft")
+    lora = [key for key in contents.model if is_lora_key(key)]
+    if lora and not all(any(rule.match(key) is not None for rule in recipe.rules) for key in lora):
+        raise CheckpointError(f"'{index.path}' holds LoRA adapters, such as '{lora[0]}'; say --merge-lora, or export them, --to peft")
 
 
 def _dtype_notes(tensors: list[OutputTensor], config: ModelConfig | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, listing
-from ..storage.format import DTYPE_NBYTES, MANIFEST_NAME, JsonValue, parse_left_over
+from ..storage.format import DTYPE_NBYTES, MANIFEST_NAME, BaseParameter, JsonValue, parse_left_over
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
 from ..storage.stock import is_stock, open_index
@@ -87,6 +88,7 @@ class Inspection:
         nbytes: of the files.
         amounts: what they hold.
         tied: the names of each tensor that has several.
+        base: the parameters that were left out since they don't train, by their first names.
         optimizers: what is said of them; none in stock Paddle's.
         keys: those that were asked for.
         problems: keys that are not whole, in words.
@@ -102,6 +104,7 @@ class Inspection:
     nbytes: int
     amounts: tuple[Amount, ...]
     tied: tuple[tuple[str, ...], ...]
+    base: dict[str, BaseParameter]
     optimizers: tuple[Optimizer, ...]
     keys: tuple[KeyDescription, ...]
     problems: tuple[str, ...]
@@ -126,6 +129,9 @@ class Inspection:
         facts += [("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))] if self.versions else []
         facts.append(("files", f"{self.files}, {size_text(self.nbytes)}"))
         facts += [("tied", listing(" = ".join(names) for names in self.tied))] if self.tied else []
+        if self.base:
+            elements = sum(math.prod(one.shape) for one in self.base.values())
+            facts.append(("holds", f"what trains, without its base, {len(self.base):,} parameters and {elements:,} elements"))
         facts.append(("health", self._health()))
         yield from (f"  {name:<9} {value}" for name, value in facts)
         rows = [[one.kind, one.dtype, f"{one.keys:,}", f"{one.elements:,}", size_text(one.nbytes)] for one in self.amounts]
@@ -262,6 +268,7 @@ def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection
         sum(record.size for record in index.files),
         tuple(_amounts(index, kinds)),
         contents.tied or (),
+        {} if manifest is None else manifest.base or {},
         () if manifest is None else tuple(_optimizer(one) for one in manifest.optimizers),
         tuple(_describe(index, key, kinds[key], of_values.get(key)) for key in chosen),
         tuple(str(problem) for problem in problems),

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -69,19 +70,8 @@ def write_files(
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     done = 0
     for name, shard in zip(names, shards, strict=True):
-        with open(directory / name, "xb") as file:
-            file.write(_header(shard, notes))
-            for tensor in shard:
-                written = 0
-                for block in tensor.blocks():
-                    written += file.write(block)
-                    if progress is not None:
-                        progress(done + written, total)
-                if written != tensor.nbytes:
-                    raise AssertionError(f"{tensor.name}: {written} bytes written instead of {tensor.nbytes}")
-                done += written
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(directory / name, shard, notes, None if progress is None else partial(_shift, progress, done, total))
+        done += sum(tensor.nbytes for tensor in shard)
     weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     with open(directory / INDEX_NAME, "x", encoding="utf-8") as file_of_index:
@@ -92,17 +82,43 @@ def write_files(
     return names
 
 
+def write_file(
+    path: Path, tensors: Sequence[OutputTensor], notes: Mapping[str, str], progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write one file of tensors, largest elements first, and bring it to the disk; arguments as for :func:`write_files`."""
+    tensors = _aligned(tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
+    done = 0
+    with open(path, "xb") as file:
+        file.write(_header(tensors, notes))
+        for tensor in tensors:
+            written = 0
+            for block in tensor.blocks():
+                written += file.write(block)
+                if progress is not None:
+                    progress(done + written, total)
+            if written != tensor.nbytes:
+                raise AssertionError(f"{tensor.name}: {written} bytes written instead of {tensor.nbytes}")
+            done += written
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _shift(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
 def _shards(tensors: Iterable[OutputTensor], max_file_nbytes: int) -> Iterator[list[OutputTensor]]:
     shard: list[OutputTensor] = []
     room = max_file_nbytes
     for tensor in tensors:
         if shard and tensor.nbytes > room:
-            yield _aligned(shard)
+            yield shard
             shard, room = [], max_file_nbytes
         shard.append(tensor)
         room -= tensor.nbytes
     if shard:
-        yield _aligned(shard)
+        yield shard
 
 
 def _aligned(shard: Sequence[OutputTensor]) -> list[OutputTensor]:

@@ -1,6 +1,7 @@
 """Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable; and a reader of Paddle's own."""
 
 from .communication import Communicator, default_group
+from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_runtime_of
 from .parameter import ShardedParameter, is_elementwise_regularizer
@@ -15,6 +16,7 @@ from .units import check_names, named_buffers, named_parameters, walk
 __all__ = [
     "Communicator",
     "GradientReduction",
+    "KnownSums",
     "LiveBuffer",
     "PaddleRuntime",
     "ParameterShard",

@@ -20,6 +20,7 @@ from paddle import nn
 from ..errors import CheckpointError, ShardingError, UnboundOptimizerError
 from ..layout import Layout
 from .communication import Communicator
+from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .parameter_shard import ParameterShard
 from .recomputation import running_backwards
@@ -45,6 +46,7 @@ class Runtime:
         gradients_pending: a backward ran whose gradients are not all reduced yet.
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
+        known_sums: what is remembered of checksums of the parameters.
     """
 
     def __init__(self, communicator: Communicator, gradient_reduction: GradientReduction) -> None:
@@ -54,6 +56,7 @@ class Runtime:
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.statistics: list[paddle.Tensor] = []
+        self.known_sums = KnownSums()
         self._gradient_mean = gradient_reduction == "mean"
         self._running_forwards = 0
         self._optimizers_stepping = 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import paddle
 from paddle import nn
 
+from ..base_weights import ParameterPart, note_told, other_base, own_sums, parameter_parts, say_other_base
 from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import optimizer_list, states_restored_on_error
@@ -18,7 +20,7 @@ from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_r
 from ..storage.agreement import exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
-from ..storage.problems import merge_problems
+from ..storage.problems import OtherProblem, merge_problems
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Stepper, Subjects, check_subjects
 from .options import PARTS, KeyMap, check_options
@@ -40,6 +42,7 @@ def load(
     copy_tied: bool = False,
     verify_first: bool = False,
     salvage: bool = False,
+    allow_other_base: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into a model and its optimizers, at any world size. All ranks must call it alike.
@@ -70,6 +73,8 @@ def load(
             while reading, and an error leaves a part of the checkpoint in the objects.
         salvage: of a checkpoint that ``save`` made and that is damaged, load what is intact. What is not counts as missing, so that
             ``allow_missing`` must say what may be, and is in the report's ``damaged``. Every rank reads the whole checkpoint first.
+        allow_other_base: where the checkpoint was saved with ``trainable_only``, take the model's other parameters as they are, though they
+            are not what they were then.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -86,6 +91,7 @@ def load(
     optimizers = optimizer_list(optimizer)
     rendezvous, token = open_meeting(model, optimizers)
     planned: list[tuple[Subjects, LoadPlan]] = []
+    told: list[JsonValue] = []
     with ExitStack() as stack:
 
         def plan_all() -> JsonValue:
@@ -98,6 +104,7 @@ def load(
                 copy_tied=copy_tied,
                 verify_first=verify_first,
                 salvage=salvage,
+                allow_other_base=allow_other_base,
                 given=[name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
             )
             where = absolute_path(path)
@@ -107,9 +114,12 @@ def load(
             plan = plan_load(where, subjects, options)
             planned.append((subjects, plan))
             alike = [str(where), subjects.digest(), plan.digest(), options.digest(plan.mapped)]
-            return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json()}
+            told.append(own_sums(subjects, _base_parts(subjects, plan)) if plan.base else None)
+            return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json(), "base": told[0]}
 
-        verdict = exchange(rendezvous, f"{token}/plan", plan_all, _judge, timeout_seconds)
+        verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
+        if planned[0][1].base:
+            note_told(planned[0][0], told[0])
         if verdict["problems"] is not None:
             damage = planned[0][1].damage
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
@@ -127,21 +137,32 @@ def load(
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
-    return _report(plan, merge_notes([verdict["notes"]]), differences)
+    return _report(plan, merge_notes([verdict["notes"]]), differences, verdict["other_base"])
 
 
-def _judge(ranks: list[JsonValue]) -> JsonValue:
+def _base_parts(subjects: Subjects, plan: LoadPlan) -> list[ParameterPart]:
+    return [part for part in parameter_parts(subjects) if not plan.base.keys().isdisjoint(part.names)]
+
+
+def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonValue:
     """Return what is wrong on any rank, in words, or None, and what all of them have to report."""
     for what, values in zip(
         ("path", "model and optimizers", "checkpoint", "options"), zip(*(one["alike"] for one in ranks), strict=True), strict=True
     ):
         check_same("load", what, values, "nothing was changed", shown=what == "path")
     problems = merge_problems(Path(ranks[0]["alike"][0]), [one["problems"] for one in ranks])
-    text = str(problems) if problems else None
-    return {"problems": text, "conflicting": bool(problems.conflicts), "notes": merge_notes([one["notes"] for one in ranks]).to_json()}
+    other = other_base(subjects, _base_parts(subjects, plan), [one["base"] for one in ranks], plan.base) if plan.base else []
+    if other and not plan.options.allow_other_base:
+        problems = replace(problems, others=(*problems.others, OtherProblem(say_other_base(other, len(plan.base)))))
+    return {
+        "problems": str(problems) if problems else None,
+        "conflicting": bool(problems.conflicts),
+        "notes": merge_notes([one["notes"] for one in ranks]).to_json(),
+        "other_base": other,
+    }
 
 
-def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str]) -> LoadReport:
+def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base: list[str]) -> LoadReport:
     run, options = plan.run, plan.options
     given = [f"allow_missing={one!r}" for one in options.allow_missing] + [f"allow_unexpected={one!r}" for one in options.allow_unexpected]
     return LoadReport(
@@ -162,6 +183,8 @@ def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str]) -> LoadRep
         mapped=plan.mapped,
         copied_tied=plan.copied_tied,
         damaged=plan.damaged,
+        base=sorted(plan.base),
+        other_base=other_base,
         unused_options=[one for one in given if one not in notes.used_options] + [f"key_map={one!r}" for one in plan.unused_prefixes],
     )
 
@@ -170,11 +193,12 @@ def _announce(subjects: Subjects, plan: LoadPlan) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
     loaded = plan.subjects
     stepped = [one for stepper in loaded.steppers for one in stepper.parameters]
-    loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, plan.notes.missing)
+    kept = [*plan.notes.missing, *plan.base]
+    loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, kept)
     # What is cut knows its optimizers; a plain model doesn't.
     if loaded.sharding.is_plain and loaded.model is not None and not loaded.steppers:
         for stepper in subjects.steppers:
-            _let_masters_follow(stepper, plan.notes.missing)
+            _let_masters_follow(stepper, kept)
 
 
 def _let_masters_follow(stepper: Stepper, kept: Collection[str]) -> None:

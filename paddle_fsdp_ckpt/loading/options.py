@@ -30,6 +30,7 @@ class LoadOptions:
         copy_tied: whether tensors that are tied on one side only are copied.
         verify_first: whether all digests are checked before anything changes.
         salvage: whether what is damaged counts as missing.
+        allow_other_base: whether parameters that were left out may have other values than then.
     """
 
     allow_missing: tuple[str, ...] = ()
@@ -40,10 +41,11 @@ class LoadOptions:
     copy_tied: bool = False
     verify_first: bool = False
     salvage: bool = False
+    allow_other_base: bool = False
 
     def digest(self, names: Mapping[str, str]) -> str:
         """Return a digest of what must be the same on every rank; ``names`` is what :func:`map_names` made of ``key_map``."""
-        switches = (self.cast, self.copy_tied, self.verify_first, self.salvage)
+        switches = (self.cast, self.copy_tied, self.verify_first, self.salvage, self.allow_other_base)
         described = (self.allow_missing, self.allow_unexpected, sorted(self.parts), switches)
         return hashlib.sha256(repr((described, sorted(names.items()))).encode()).hexdigest()
 
@@ -58,6 +60,7 @@ def check_options(
     copy_tied: Any,
     verify_first: Any,
     salvage: Any,
+    allow_other_base: Any,
     given: Collection[str],
 ) -> LoadOptions:
     """Return the options of a call, checked.
@@ -71,12 +74,20 @@ def check_options(
         copy_tied: True or False.
         verify_first: True or False.
         salvage: True or False.
+        allow_other_base: True or False.
         given: which of "model" and "optimizer" were given to load into.
 
     Raises:
         CheckpointError: one of them isn't what it must be.
     """
-    for name, value in (("cast", cast), ("copy_tied", copy_tied), ("verify_first", verify_first), ("salvage", salvage)):
+    switches = {
+        "cast": cast,
+        "copy_tied": copy_tied,
+        "verify_first": verify_first,
+        "salvage": salvage,
+        "allow_other_base": allow_other_base,
+    }
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise CheckpointError(f"load: {name} is {value!r:.100}; give True or False")
     if key_map is not None and not callable(key_map):
@@ -95,6 +106,7 @@ def check_options(
         copy_tied,
         verify_first,
         salvage,
+        allow_other_base,
     )
 
 

@@ -17,7 +17,7 @@ from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
 from ..storage.casts import can_cast, may_overflow, may_round, read_cast
 from ..storage.flex import piece_of
-from ..storage.format import MANIFEST_NAME
+from ..storage.format import MANIFEST_NAME, BaseParameter
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
@@ -82,6 +82,7 @@ class _Planner:
     state_loads: list[StateLoad] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    base: dict[str, BaseParameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parts = self.options.parts
@@ -116,11 +117,25 @@ class _Planner:
             first = next((name for name in names if name in self.index), names[0])
             others.update(name for name in names if name != first)
             self._leave_out_others(first, names)
+        self._plan_base()
         weights = self.wanted.sharding.model_weights(model)
         # Tensors without elements are not stored.
         empty = {key for key, weight in weights.items() if 0 in weight.global_shape}
-        self.expected |= self.wanted.model_keys() - empty
-        self.targets += [self._model_target(key, weight) for key, weight in weights.items() if key not in others and key not in empty]
+        self.expected |= self.wanted.model_keys() - empty - self.base.keys()
+        unread = others.union(empty, self.base)
+        self.targets += [self._model_target(key, weight) for key, weight in weights.items() if key not in unread]
+
+    def _plan_base(self) -> None:
+        """Find the parameters that the checkpoint leaves to the base."""
+        keys = self.wanted.model_keys()
+        self.base = {name: one for name, one in self.run.base.items() if name in keys and name not in self.index}
+        lacking = [self.saved.original_key(name) for name in self.run.base if name not in keys]
+        lacking = sorted(name for name in lacking if not self.may_be_left_out.match(name))
+        if lacking:
+            self.others.append(
+                f"it was saved without its base, which had {len(lacking)} parameters that the model lacks: {listing(lacking)}; load it "
+                "into that model (allow_unexpected matches those that may be missing)"
+            )
 
     def _leave_out_others(self, first: str, names: Sequence[str]) -> None:
         """Of names that are tied here and not in the checkpoint, leave out all but the first."""
@@ -276,6 +291,7 @@ class _Planner:
             self.tied if self.options.copy_tied else [],
             unused,
             damaged,
+            self.base,
         )
 
     def _stored_piece(self, target: Target) -> Piece:

@@ -15,6 +15,7 @@ from ..pieces import Piece
 from ..saved_run import SavedRun
 from ..shardings import StateLoad
 from ..storage.casts import read_cast
+from ..storage.format import BaseParameter
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems
@@ -65,6 +66,7 @@ class LoadPlan:
         copied_tied: see there.
         unused_prefixes: entries of ``key_map`` that nothing needed.
         damaged: see there.
+        base: parameters of the model that the checkpoint leaves to the base, and what they were.
     """
 
     index: CheckpointIndex
@@ -82,6 +84,7 @@ class LoadPlan:
     copied_tied: list[str]
     unused_prefixes: list[str]
     damaged: dict[str, str]
+    base: dict[str, BaseParameter]
 
     @property
     def damage(self) -> str:

@@ -85,6 +85,8 @@ class LoadReport:
         copied_tied: in words, what is tied on one side only and was copied, as ``copy_tied`` allows.
         damaged: key or file of the checkpoint, as it names them -> in words, why it could not be loaded, as ``salvage`` allows. Where
             that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings.
+        base: parameters that the checkpoint leaves to the base, since they didn't train when it was saved; they are as they were before.
+        other_base: those of them that are not what they were when it was saved, as ``allow_other_base`` allows.
         unused_options: patterns and entries of ``key_map`` that nothing needed; perhaps they are misspelt.
     """
 
@@ -104,6 +106,8 @@ class LoadReport:
     mapped: dict[str, str] = field(default_factory=dict)
     copied_tied: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
+    base: list[str] = field(default_factory=list)
+    other_base: list[str] = field(default_factory=list)
     unused_options: list[str] = field(default_factory=list)
 
     @property
@@ -119,6 +123,7 @@ class LoadReport:
             or self.mapped
             or self.copied_tied
             or self.damaged
+            or self.other_base
         )
 
     def __str__(self) -> str:
@@ -139,8 +144,10 @@ class LoadReport:
             ("names that differ in the checkpoint", [f"'{name}' is '{other}' there" for name, other in self.mapped.items()]),
             ("tied on one side only, and copied", self.copied_tied),
             ("damaged, and not loaded", [f"'{name}': {why}" for name, why in self.damaged.items()]),
+            ("parameters of another base than the one that it was saved with", self.other_base),
             ("settings differ", self.differences),
             ("parameters without a gradient so far, and without state", self.without_state),
+            ("parameters left to the base, unchanged", self.base),
             ("options not needed", self.unused_options),
         ]
 

@@ -171,6 +171,7 @@ class CheckpointManager:
         rank_state: Any = None,
         sharded: Mapping[str, ShardedWeight] | None = None,
         metrics: Mapping[str, float] | None = None,
+        trainable_only: bool = False,
     ) -> None:
         """Save a step, as a whole or not at all, and then remove those that no policy keeps. All ranks must call it.
 
@@ -187,6 +188,7 @@ class CheckpointManager:
             sharded: this rank's parts of tensors of the user's own by name, e.g. of an average of the weights, as ``sharded_state_dict``
                 describes parts. A rank may lack what it holds nothing of.
             metrics: numbers by which :class:`~.retention.KeepBest` compares steps.
+            trainable_only: as for ``save``.
 
         Raises:
             TargetExistsError: the root holds steps that this run did not resume, or a later one, or the step itself.
@@ -222,6 +224,7 @@ class CheckpointManager:
             step=step,
             extra_state=extra_state if is_json(extra_state) else None,
             overwrite=step in self._foreign,
+            trainable_only=trainable_only,
             timeout_seconds=self._timeout,
             keep=lambda: kept[0],
         )

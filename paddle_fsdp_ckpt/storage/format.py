@@ -11,12 +11,15 @@ A checkpoint directory of format version 1 holds, and needs, only
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn, TypeAlias, cast
 
 from ..errors import NewerFormatError, UnsafeCheckpointError
+from .checksums import CHECKSUM_LENGTH
 from .digests import DIGEST_LENGTH, count_chunks, digest
 
 FORMAT_VERSION = 1
@@ -67,6 +70,7 @@ _MAX_COUNT = (1 << 63) - 1
 _SEAL = ',\n "digest": "'
 _SEAL_END = '"\n}\n'
 _DIGESTS = re.compile("[0-9a-f]*", re.ASCII)
+_BASE_PARAMETER = re.compile(rf"([a-z0-9]+) \[((?:[0-9]{{1,18}}(?:, [0-9]{{1,18}})*)?)\] ([0-9a-f]{{{CHECKSUM_LENGTH}}})", re.ASCII)
 _RANK_FILE_NAME = re.compile(r"(0|[1-9][0-9]{0,9})_0\.safetensors", re.ASCII)
 _LEFT_OVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>staging|replaced)-[0-9a-f]{16}", re.DOTALL)
 
@@ -181,11 +185,42 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class BaseParameter:
+    """What a checkpoint without it says of a parameter of the base that it belongs to.
+
+    Attributes:
+        dtype: Paddle's dtype name.
+        shape: of the whole tensor.
+        checksum: of its values, see :mod:`.checksums`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+    def to_json(self) -> JsonValue:
+        """Return the description as plain JSON data; :meth:`from_json` is the inverse."""
+        return f"{self.dtype} {list(self.shape)} {self.checksum}"
+
+    @classmethod
+    def from_json(cls, value: JsonValue, name: str) -> BaseParameter:
+        """Build a description from what :meth:`to_json` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        found = _BASE_PARAMETER.fullmatch(_string(value, f"base parameter '{name}'"))
+        if not found or found[1] not in DTYPE_NAMES.values():
+            raise ValueError(f"base parameter '{name}' is {value!r:.100}, not dtype, shape and checksum")
+        return cls(found[1], tuple(map(int, found[2].split(", "))) if found[2] else (), found[3])
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint directory says about itself; its presence is what makes the directory a checkpoint.
 
     Within one format version the set of fields is closed: a manifest with a field missing or unknown is refused, so that a
-    flipped bit in a field's name can't pass for an absent field. New fields come with a new format version.
+    flipped bit in a field's name can't pass for an absent field. Fields that only some checkpoints need are written in those only.
 
     Attributes:
         step: the training step, or None where the caller named none.
@@ -198,6 +233,8 @@ class Manifest:
         tied: the sorted names of each tensor that has several; its values are stored under each of them.
         paddle_metadata: what is known of ``0.metadata``, without pieces and header; None where there is none.
         format_version: of the directory; see :data:`FORMAT_VERSION`.
+        base: first name of each parameter that was left out since it doesn't train -> what it was; None where nothing was left out.
+        lora: name of each LoRA layer -> what the product of its two matrices is multiplied by.
     """
 
     step: int | None
@@ -210,6 +247,8 @@ class Manifest:
     tied: tuple[tuple[str, ...], ...] = ()
     paddle_metadata: FileRecord | None = None
     format_version: int = FORMAT_VERSION
+    base: dict[str, BaseParameter] | None = None
+    lora: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``, whose last field is a digest of all the text before it.
@@ -233,6 +272,10 @@ class Manifest:
             "paddle_metadata": None if self.paddle_metadata is None else self.paddle_metadata.to_json(),
             "files": [record.to_json() for record in self.files],
         }
+        if self.base is not None:
+            fields["base"] = {name: one.to_json() for name, one in self.base.items()}
+        if self.lora:
+            fields["lora"] = self.lora
         text = seal(fields)
         if len(text) > MAX_MANIFEST_NBYTES:
             raise ValueError(f"the manifest would have {len(text)} bytes, and {MAX_MANIFEST_NBYTES} are allowed; keep less in extra_state")
@@ -256,7 +299,7 @@ class Manifest:
         # All format versions have the digest at this place, so a flipped bit in the version's number is no newer version.
         if intact is not False and isinstance(value, dict) and type(value.get("format_version")) is int:
             check_format_version(value["format_version"], MANIFEST_NAME)
-        fields = _fields(value, "the manifest", _MANIFEST_FIELDS)
+        fields = _fields(value, "the manifest", _MANIFEST_FIELDS, _OPTIONAL_MANIFEST_FIELDS)
         if not intact:
             raise ValueError("it was damaged or edited: its text is not the one that its digest belongs to")
         versions = _dict(fields["versions"], "versions")
@@ -273,6 +316,8 @@ class Manifest:
             ),
             paddle_metadata=None if fields["paddle_metadata"] is None else FileRecord.from_json(fields["paddle_metadata"]),
             format_version=_count(fields["format_version"], "format_version"),
+            base=_base(fields["base"]) if "base" in fields else None,
+            lora={name: _number(one, f"lora of '{name}'") for name, one in _dict(fields.get("lora", {}), "lora").items()},
         )
         for record in manifest.files:
             check_rank_file_name(record.name)
@@ -298,6 +343,7 @@ _MANIFEST_FIELDS = {
     "files",
     "digest",
 }
+_OPTIONAL_MANIFEST_FIELDS = {"base", "lora"}
 
 
 def seal(fields: dict[str, JsonValue]) -> str:
@@ -368,10 +414,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _fields(value: JsonValue, what: str, names: set[str]) -> dict[str, JsonValue]:
+def _fields(value: JsonValue, what: str, names: set[str], optional: Collection[str] = ()) -> dict[str, JsonValue]:
     fields = _dict(value, what)
-    if fields.keys() != names:
-        missing, unknown = sorted(names - fields.keys()), sorted(fields.keys() - names)
+    missing, unknown = sorted(names - fields.keys()), sorted(fields.keys() - names.union(optional))
+    if missing or unknown:
         raise ValueError(f"{what} lacks the fields {missing} and has the unknown fields {unknown}")
     return fields
 
@@ -398,6 +444,16 @@ def _count(value: JsonValue, what: str) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"{what} is {value!r:.100}, not a whole number from 0 to 2**63 - 1")
     return value
+
+
+def _number(value: JsonValue, what: str) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r:.100}, not a finite number with a point")
+    return value
+
+
+def _base(value: JsonValue) -> dict[str, BaseParameter]:
+    return {name: BaseParameter.from_json(one, name) for name, one in _dict(value, "base").items()}
 
 
 def _utc_time(value: JsonValue) -> str:

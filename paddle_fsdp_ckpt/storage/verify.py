@@ -128,7 +128,8 @@ def verify(path: str | os.PathLike[str], *, workers: int | None = None, progress
 def _manifest_findings(found: Survey) -> Iterator[Finding]:
     if found.manifest_problem is not None:
         yield Finding(MANIFEST_NAME, found.manifest_problem)
-    lacking = sorted({name for names in found.manifest.tied for name in names if name not in found.index})
+    base = found.manifest.base or {}  # of which no file is to hold anything
+    lacking = sorted({name for names in found.manifest.tied if base.keys().isdisjoint(names) for name in names if name not in found.index})
     if lacking and all(one.entries is not None for one in found.files):
         yield Finding(MANIFEST_NAME, f"names tied tensors that no file holds: {_quoted(lacking)}")
 

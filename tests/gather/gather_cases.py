@@ -168,6 +168,34 @@ def leave_early(when: int) -> str:
     return said
 
 
+def change_in_the_middle(kind: str) -> list[str]:
+    """Write to the weights after the first tensor, and return what the iterator says then, or how many tensors came."""
+    model, right, optimizer = sharded(make=lambda m: paddle.optimizer.SGD(0.01, parameters=m.parameters()))
+    if kind == "plain":
+        model = Net()
+        values_of(model)
+        optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters(), weight_decay=0.1)
+    said = []
+    for include in (None, ["head.*"], ["embed.*"]):
+        pairs = ckpt.iter_full_parameters(model, include=include)
+        first = next(pairs)
+        if kind == "set_value":
+            model.out.weight.set_value(np.zeros([11, 6], "float32"))
+        elif kind == "load":
+            ckpt.load_full_state_dict(model, {**right, "scale": np.ones([1], "float32")})
+        else:
+            tokens = paddle.arange(10).reshape([2, 5])
+            model(tokens).sum().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        try:
+            said.append(str(len([first, *pairs])))
+        except ckpt.ShardingError as error:
+            said.append(str(error))
+    assert dict(ckpt.iter_full_parameters(model)).keys() >= {"embed.weight", "out.weight", "head.bias"}
+    return said
+
+
 def ask_for_different_things() -> str:
     model, _, _ = sharded()
     with pytest.raises(ckpt.ShardingError) as caught:

@@ -38,6 +38,18 @@ def test_a_rank_that_leaves_early_is_an_error_on_the_others(ranks: Ranks, when: 
     assert all("another rank left iter_full_parameters before its end" in one for one in said[:2])
 
 
+@pytest.mark.parametrize("kind", ["step", "load", "set_value", "plain"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_of_two_moments_are_an_error(ranks: Ranks, world_size: int, kind: str) -> None:
+    for everything, head, one in ranks(world_size).run(cases.change_in_the_middle, kind):
+        assert "the weights changed while iter_full_parameters ran" in everything
+        # Two tensors that came out of one gathered buffer are of one moment; a single rank has no copy of it. And set_value was of another.
+        is_old = kind == "set_value" or (world_size > 1 and kind != "plain")
+        assert (head == "2") is is_old
+        assert is_old or "the weights changed" in head
+        assert one == "1"
+
+
 def test_ranks_that_ask_for_different_things_are_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(cases.ask_for_different_things):
         assert "what is asked of iter_full_parameters differs between ranks" in said

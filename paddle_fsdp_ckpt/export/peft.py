@@ -1,0 +1,176 @@
+"""The LoRA adapters of a checkpoint in the layout of ``peft``, which reads them onto the base model of ``transformers``.
+
+Names and layout as ``peft`` 0.21 saves them: ``base_model.model.<layer>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r]; the
+layers are named as in the model's files for Hugging Face.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CheckpointError, MismatchError, listing
+from ..layout import Range
+from ..storage.format import JsonValue
+from ..storage.index import CheckpointIndex
+from ..storage.stock import open_index
+from .config import ModelConfig, read_config
+from .contents import contents_of
+from .huggingface import ExportReport
+from .lora import Adapter, find_adapters, fits_recipe, is_lora_key, unwrapped
+from .new_directory import new_directory
+from .recipes import AUTO, RECIPES, choose_recipe
+from .recipes.rules import Recipe, TensorSource, apply_rule
+from .safetensors_files import write_file
+from .tensors import TensorReader
+from .values import check_values
+
+CONFIG_NAME, FILE_NAME = "adapter_config.json", "adapter_model.safetensors"
+
+_BEFORE, _WEIGHT = "base_model.model.", ".weight"
+
+
+class PeftLayer(NamedTuple):
+    """One LoRA layer as ``peft`` has it: its name, the matrices that it is made of, and which columns of ``lora_B``."""
+
+    name: str
+    adapter: Adapter
+    columns: tuple[Range, ...]
+
+    def sources(self) -> Iterator[TensorSource]:
+        """Yield where its two tensors come from; both lie the other way round there."""
+        a, b, rank = self.adapter.a, self.adapter.b, self.adapter.rank
+        width = sum(one.numel for one in self.columns)
+        yield TensorSource(f"{_BEFORE}{self.name}.lora_A.weight", (rank, a.global_shape[0]), a, (Range(0, rank),), transpose=True)
+        yield TensorSource(f"{_BEFORE}{self.name}.lora_B.weight", (width, rank), b, self.columns, transpose=True)
+
+
+def export_peft(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    recipe: str = AUTO,
+    config: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    master_weights: bool = False,
+    lora_alpha: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write the LoRA adapters of a checkpoint as ``adapter_model.safetensors`` and ``adapter_config.json``, as a whole or not at all.
+
+    Args:
+        path: the checkpoint directory, with the base or without.
+        out: the directory to make; missing or empty.
+        recipe: how names and layouts change, see :func:`~.recipes.choose_recipe`. Of a fused projection each part gets an adapter.
+        config: directory with the ``config.json`` of the base.
+        dtype: Paddle's name of a floating point type that all tensors get; by default each keeps its own.
+        master_weights: take the values of matrices that have a master weight from that.
+        lora_alpha: where the checkpoint doesn't say how adapters scale, they do by ``lora_alpha / r``.
+        progress: called now and then with the number of bytes written so far, and of all.
+
+    Raises:
+        TargetExistsError: ``out`` is there and not empty.
+        MismatchError: recipe, configuration and checkpoint don't fit each other, or more trained than LoRA layers.
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: whatever else is wrong with what was given. In all cases ``out`` is as it was.
+        OSError: the system refused; ``out`` is as it was.
+    """
+    model_config = None if config is None else read_config(Path(config))
+    chosen = choose_recipe(recipe, model_config)
+    index = unwrapped(open_index(Path(path)), fits_recipe(chosen))
+    more = _trained_besides(index)
+    if more:
+        raise MismatchError(
+            f"'{index.path}' holds more that trained than LoRA layers, for which this layout has no room: {listing(more)}; export all "
+            "of the model, --to hf"
+        )
+    adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
+    layers = [layer for adapter in adapters for layer in _layers(adapter, chosen, model_config)]
+    check_values(index, [piece.key for one in adapters for piece in (one.a, one.b)])
+    reader = TensorReader(index, dtype)
+    tensors = [reader.output(source) for layer in layers for source in layer.sources()]
+    fields = adapter_config(layers, chosen, model_config)
+    with new_directory(Path(out)) as staging:
+        write_file(staging / FILE_NAME, tensors, {}, progress)
+        reader.check_overflows()
+        with open(staging / CONFIG_NAME, "x", encoding="utf-8") as file:
+            json.dump(fields, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return ExportReport(
+        source=Path(path),
+        path=Path(out),
+        recipe=chosen.name,
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        files=(FILE_NAME, CONFIG_NAME),
+        tied={},
+        notes=(f"{len(layers)} LoRA layers",),
+    )
+
+
+def _trained_besides(index: CheckpointIndex) -> list[str]:
+    """Return what of a checkpoint trained, or may have, besides LoRA layers; buffers don't train."""
+    manifest = index.manifest
+    others = [key for key in contents_of(index).model if not is_lora_key(key)]
+    if manifest is None or not manifest.optimizers:
+        return others if manifest is not None and manifest.base is not None else []
+    held = {name for one in manifest.optimizers for group in one["groups"] for name in group["parameters"]}
+    untouched = {name for one in manifest.optimizers for name in one["without_gradient"]} if manifest.base is None else set()
+    return [key for key in others if key in held - untouched]
+
+
+def _layers(adapter: Adapter, recipe: Recipe, config: ModelConfig | None) -> Iterator[PeftLayer]:
+    """Yield what a LoRA layer becomes: one, or one for each part of a fused projection."""
+    key = adapter.weight.key
+    (rule, values) = recipe.rules_of([key])[key]
+    sources = list(apply_rule(rule, values, adapter.weight, config))
+    if not sources or rule.unstack is not None:
+        raise MismatchError(f"'{key}' is the weight of a LoRA layer, and the recipe '{recipe.name}' leaves it out or unstacks it")
+    for source in sources:
+        if not source.name.endswith(_WEIGHT) or (len(sources) > 1 and not rule.transpose):
+            raise MismatchError(f"'{key}' becomes '{source.name}', which is no '{_WEIGHT[1:]}' of a layer that peft can adapt")
+        columns = source.ranges if rule.transpose else (Range(0, adapter.weight.global_shape[1]),)
+        yield PeftLayer(source.name.removesuffix(_WEIGHT), adapter, columns)
+
+
+def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelConfig | None) -> JsonValue:
+    """Return what ``adapter_config.json`` is to say; where layers differ in rank or scaling, it has patterns for the rarer ones.
+
+    Raises:
+        CheckpointError: two layers have one name.
+    """
+    twice = [f"'{name}'" for name, count in Counter(layer.name for layer in layers).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"the recipe gives several LoRA layers one name: {listing(twice)}")
+    ranks = {layer.name: layer.adapter.rank for layer in layers}
+    alphas = {layer.name: _alpha(layer.adapter) for layer in layers}
+    (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
+    name = None if config is None else config.get("_name_or_path")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if recipe.name in RECIPES else None,
+        "base_model_name_or_path": name if isinstance(name, str) and name else None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
+        "alpha_pattern": {name: one for name, one in alphas.items() if one != alpha},
+        "target_modules": sorted(ranks),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+    }
+
+
+def _alpha(adapter: Adapter) -> float | int:
+    """Return what ``peft`` divides by the rank to scale a layer."""
+    alpha = adapter.scaling * adapter.rank
+    return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-9) else alpha

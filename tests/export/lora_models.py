@@ -1,0 +1,77 @@
+"""Models with LoRA layers of known values, saved by real ranks: whole, without their base, and the base alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+from made_models import build
+from paddle import nn
+
+import paddle_fsdp_ckpt as ckpt
+
+Arrays = dict[str, np.ndarray]
+
+
+def adapters_for(keys: Collection[str], arrays: Mapping[str, np.ndarray], ranks: Mapping[str, int]) -> Arrays:
+    """LoRA matrices for the weights under these keys, of rank 2 where ``ranks`` doesn't say otherwise."""
+    random = np.random.RandomState(5)
+    found: Arrays = {}
+    for key in keys:
+        layer, (fan_in, fan_out) = key.removesuffix(".weight"), arrays[key].shape
+        rank = ranks.get(layer, 2)
+        found[f"{layer}.lora_A"] = random.standard_normal((fan_in, rank)).astype(np.float32)
+        found[f"{layer}.lora_B"] = random.standard_normal((rank, fan_out)).astype(np.float32)
+    return found
+
+
+def merged(arrays: Mapping[str, np.ndarray], adapters: Mapping[str, np.ndarray], scalings: Mapping[str, float]) -> Arrays:
+    """The base with the adapters added, in float64 and rounded once."""
+    found = dict(arrays)
+    for layer, scaling in scalings.items():
+        a, b = (adapters[f"{layer}.lora_{one}"].astype(np.float64) for one in "AB")
+        found[f"{layer}.weight"] = (arrays[f"{layer}.weight"].astype(np.float64) + a * scaling @ b).astype(np.float32)
+    return found
+
+
+def _layer(model: nn.Layer, name: str) -> Any:
+    for part in name.split("."):
+        model = model._sub_layers[part]
+    return model
+
+
+def save_lora(
+    root: str, arrays: Arrays, adapters: Arrays, scalings: Mapping[str, float], trains: Collection[str] = (), dtype: str = "float32"
+) -> None:
+    """Save ``full``, which holds all; ``adapters``, what trains only; and ``base``, the rest by itself. ``trains`` are more that train."""
+    model = build({**arrays, **adapters}, dtype, {})
+    for name, parameter in model.named_parameters():
+        parameter.stop_gradient = ".lora_" not in name and name not in trains
+    for name, scaling in scalings.items():
+        _layer(model, name).scaling = scaling
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.save(f"{root}/full", model=model, optimizer=optimizer, step=7)
+    ckpt.save(f"{root}/adapters", model=model, optimizer=optimizer, step=7, trainable_only=True)
+    wrapper = nn.Layer()
+    wrapper.model = build({**arrays, **adapters}, dtype, {})
+    for name, parameter in wrapper.named_parameters():
+        parameter.stop_gradient = ".lora_" not in name
+    for name, scaling in scalings.items():
+        _layer(wrapper.model, name).scaling = scaling
+    ckpt.fully_shard(wrapper, optimizer=None)
+    ckpt.save(f"{root}/wrapped", model=wrapper, trainable_only=True)
+    base = build({name: array * 2 if name in trains else array for name, array in arrays.items()}, dtype, {})
+    ckpt.fully_shard(base, optimizer=None)
+    ckpt.save(f"{root}/base", model=base)
+    other = build({name: array if "norm" in name else array + 1 for name, array in arrays.items()}, dtype, {})
+    ckpt.fully_shard(other, optimizer=None)
+    ckpt.save(f"{root}/other", model=other)
+
+
+def save_plainly(path: str, arrays: Arrays) -> None:
+    model = build(arrays, "float32", {})
+    ckpt.fully_shard(model, optimizer=None)
+    ckpt.save(path, model=model)

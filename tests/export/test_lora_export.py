@@ -1,0 +1,157 @@
+"""LoRA adapters merged into their base, and by themselves in ``peft``'s layout: values against numpy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lora_models
+import numpy as np
+import pytest
+from harness import RankPool
+from published import as_in_paddle, config_of, published
+from safetensors.numpy import load_file
+from test_huggingface import assert_equal, read_model, write_config
+
+from paddle_fsdp_ckpt.cli.main import main
+from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
+from paddle_fsdp_ckpt.export.huggingface import export_huggingface
+from paddle_fsdp_ckpt.export.peft import export_peft
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest
+
+Ranks = Callable[[int], RankPool]
+
+
+class Saved:
+    """What a family's LoRA run left, and what its exports must be."""
+
+    def __init__(self, root: Path, ranks: RankPool, family: str, fused: bool) -> None:
+        self.root, self.family = root, family
+        arrays = as_in_paddle(family, published(family), fused)
+        weights = [key for key in arrays if key.endswith("_proj.weight")]
+        odd = next((key for key in weights if ".qkv_proj." in key), weights[0]).removesuffix(".weight")
+        adapters = lora_models.adapters_for(weights, arrays, {odd: 3})
+        self.scalings = {key.removesuffix(".weight"): 4.0 for key in weights} | {odd: 0.7}
+        # A norm trains too, in the checkpoints of its own name.
+        self.norm = next(key for key in arrays if key.endswith(("model.norm.weight", "llama.norm.weight")))
+        self.merged = lora_models.merged(arrays, adapters, self.scalings)
+        ranks.run(lora_models.save_lora, str(root), arrays, adapters, self.scalings)
+        (root / "norm").mkdir()
+        ranks.run(lora_models.save_lora, str(root / "norm"), arrays, adapters, self.scalings, [self.norm])
+        ranks.run(lora_models.save_plainly, str(root / "merged"), self.merged)
+        self.config = write_config(root / "config", config_of(family))
+        self.arrays, self.adapters = arrays, adapters
+
+    def export(self, source: str, **options: Any) -> dict[str, np.ndarray]:
+        out = self.root / f"out {len(list(self.root.iterdir()))}"
+        export_huggingface(self.root / source, out, config=self.config, **options)
+        return read_model(out)
+
+
+@pytest.fixture(scope="module", params=[("llama", False), ("qwen3", True)], ids=["llama", "qwen3 fused"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_pools: Any) -> Saved:
+    return Saved(tmp_path_factory.mktemp("lora"), rank_pools.pool(2), *request.param)
+
+
+def test_adapters_are_merged_into_their_base(saved: Saved) -> None:
+    right = saved.export("merged")
+    assert_equal(saved.export("adapters", base=saved.root / "base"), right)
+    assert_equal(saved.export("full", merge_lora=True), right)
+    assert_equal(saved.export("wrapped", base=saved.root / "base"), right)
+    assert_equal(saved.export("norm/adapters", base=saved.root / "norm" / "base"), right)
+    assert any(not np.array_equal(right[name], value) for name, value in saved.export("base").items())
+    half = saved.export("adapters", base=saved.root / "base", dtype="float16")
+    assert_equal(half, {name: value.astype(np.float16) for name, value in right.items()})
+
+
+def test_names_and_layouts_as_they_are(saved: Saved, tmp_path: Path) -> None:
+    export_huggingface(saved.root / "full", tmp_path / "model", recipe="none", merge_lora=True)
+    assert_equal(read_model(tmp_path / "model"), saved.merged)
+
+
+def test_large_weights_are_merged_in_strips(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("tensors", "values", "merging"):
+        monkeypatch.setattr(f"paddle_fsdp_ckpt.export.{module}.BATCH_NUMEL", 23)
+    assert_equal(saved.export("full", merge_lora=True), saved.export("merged"))
+    export_huggingface(saved.root / "full", tmp_path / "model", recipe="none", merge_lora=True)
+    assert_equal(read_model(tmp_path / "model"), saved.merged)
+
+
+@pytest.mark.parametrize("source", ["adapters", "full", "wrapped"])
+def test_adapters_alone_in_the_layout_of_peft(saved: Saved, source: str, tmp_path: Path) -> None:
+    report = export_peft(saved.root / source, tmp_path / "peft", config=saved.config)
+    assert report.files == ("adapter_model.safetensors", "adapter_config.json")
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["task_type"]) == ("LORA", 2, 8, "CAUSAL_LM")
+    right, base = saved.export("merged"), saved.export("base")
+    changed = [name for name in right if not np.array_equal(right[name], base[name])]
+    assert sorted(f"{name}.weight" for name in config["target_modules"]) == sorted(changed)
+    assert set(config["rank_pattern"]) == set(config["alpha_pattern"])
+    assert len(config["rank_pattern"]) == (3 if saved.family == "qwen3" else 1)  # the parts of a fused projection
+    assert len(tensors) == 2 * len(changed)
+    for name in changed:
+        module = name.removesuffix(".weight")
+        a, b = (tensors.pop(f"base_model.model.{module}.lora_{one}.weight").astype(np.float64) for one in "AB")
+        scaling = config["alpha_pattern"].get(module, 8) / config["rank_pattern"].get(module, 2)
+        np.testing.assert_allclose(base[name] + scaling * (b @ a), right[name], rtol=0, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+
+    def refused(source: str, **options: Any) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            export_huggingface(saved.root / source, out, config=saved.config, **options)
+        assert not out.exists()
+        return str(caught.value)
+
+    assert "was saved without its base; give that by --base" in refused("adapters")
+    assert "was saved without its base" in refused("adapters", merge_lora=True)
+    assert "holds LoRA adapters, such as" in refused("full")
+    assert "was not saved with trainable_only" in refused("full", base=saved.root / "base")
+    assert "holds no LoRA layers" in refused("base", merge_lora=True)
+    count = len(saved.arrays)
+    norms = sum("norm" in name for name in saved.arrays)
+    said = refused("adapters", base=saved.root / "other")
+    assert f"is not the base of '{saved.root / 'adapters'}': {count - norms} of its {count} parameters have other values" in said
+    assert saved.export("adapters", base=saved.root / "other", allow_other_base=True)
+    assert "--lora-alpha 3 is not what layers" in refused("full", merge_lora=True, lora_alpha=3)
+    with pytest.raises(MismatchError, match="more that trained than LoRA layers.*norm.weight"):
+        export_peft(saved.root / "norm" / "adapters", out, config=saved.config)
+
+
+def test_layers_that_are_no_lora_are_refused(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
+    first = next(iter(saved.scalings))
+    for number, (name, shape, words) in enumerate(
+        (("lora_AB", (2, 2), "no LoRA of just"), ("lora_A", (12, 2, 1), r"must be \[in, r\]"), ("lora_A", (12, 5), r"must be \[in, r\]"))
+    ):
+        strange = saved.adapters | {f"{first}.{name}": np.zeros(shape, np.float32)}
+        ranks(2).run(lora_models.save_plainly, str(tmp_path / f"{number}"), {**saved.arrays, **strange})
+        with pytest.raises(MismatchError, match=words):
+            export_huggingface(tmp_path / f"{number}", tmp_path / "model", recipe="none", merge_lora=True)
+
+
+def test_on_the_command_line(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapters, base, config = (str(saved.root / name) for name in ("adapters", "base", "config"))
+    assert main(["convert", adapters, "--to", "hf", str(tmp_path / "hf"), "--base", base, "--config", config]) == 0
+    assert f"{len(saved.scalings)} LoRA adapters were merged" in capsys.readouterr().out
+    assert_equal(read_model(tmp_path / "hf"), saved.export("merged"))
+    assert main(["convert", adapters, "--to", "peft", str(tmp_path / "peft"), "--config", config]) == 0
+    assert main(["convert", adapters, "--to", "peft", str(tmp_path / "2"), "--config", config, "--base", base]) == 2
+    assert "--base is for --to hf" in capsys.readouterr().err
+    # Without what the checkpoint says of the scaling it must be given.
+    manifest = Manifest.from_json((saved.root / "full" / MANIFEST_NAME).read_text())
+    unsaid = tmp_path / "unsaid"
+    unsaid.mkdir()
+    for file in (saved.root / "full").iterdir():
+        (unsaid / file.name).write_bytes(file.read_bytes())
+    fields = vars(manifest) | {"lora": {}}
+    (unsaid / MANIFEST_NAME).write_text(Manifest(**fields).to_json())
+    command = ["convert", str(unsaid), "--to", "peft", str(tmp_path / "3"), "--config", config]
+    assert main(command) == 2
+    assert "doesn't say how these LoRA layers scale" in capsys.readouterr().err
+    assert main([*command, "--lora-alpha", "8"]) == 0
+    assert json.loads((tmp_path / "3" / "adapter_config.json").read_text())["lora_alpha"] == 8
