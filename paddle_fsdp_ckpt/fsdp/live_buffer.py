@@ -10,7 +10,7 @@ from ..layout import FlatBuffer, Slot
 from .communication import Communicator
 from .parameter_shard import ParameterShard
 from .saved_weights import SAVED_WEIGHTS
-from .tensors import flat_view
+from .tensors import flat_view, gradient_dtype
 
 if TYPE_CHECKING:
     from paddle.base.framework import EagerParamBase
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class LiveBuffer:
-    """One flat buffer: this rank's shard, and, while they are needed, the whole buffer and the gradients."""
+    """One flat buffer: this rank's shard, and, while they are needed, the whole buffer and the gradients.
+
+    Attributes:
+        gradient_dtype: of its gradients, see :func:`~.tensors.gradient_dtype`.
+    """
 
     def __init__(
         self, unit: Unit, layout: FlatBuffer, parameters: list[EagerParamBase], first_index: int, communicator: Communicator
@@ -27,6 +31,7 @@ class LiveBuffer:
         self.unit = unit
         self.layout = layout
         self.communicator = communicator
+        self.gradient_dtype = gradient_dtype(layout.dtype)
         self.shard: paddle.Tensor = self._fuse(parameters)
         self.whole: paddle.Tensor | None = None
         self._whole_gradient: paddle.Tensor | None = None
@@ -70,13 +75,14 @@ class LiveBuffer:
         """Add a parameter's whole gradient of this rank, not reduced yet."""
         with paddle.no_grad():
             if self._whole_gradient is None:
-                self._whole_gradient = paddle.empty([self.layout.numel], dtype=self.layout.dtype)
+                self._whole_gradient = paddle.empty([self.layout.numel], dtype=self.gradient_dtype)
             view = flat_view(self._whole_gradient, slot.range)
+            flat = gradient.detach().reshape([-1]).astype(self.gradient_dtype)
             if slot.offset in self._filled_slots:
-                view.add_(gradient.detach().reshape([-1]))
+                view.add_(flat)
             else:
                 self._filled_slots.add(slot.offset)
-                paddle.assign(gradient.detach().reshape([-1]), view)
+                paddle.assign(flat, view)
 
     def zero_pending(self, slot: Slot) -> None:
         """Forget what :meth:`add_gradient` added for ``slot``."""
@@ -104,7 +110,7 @@ class LiveBuffer:
         whole, filled = self._whole_gradient, self._filled_slots
         self._whole_gradient, self._filled_slots = None, set()
         if whole is None:
-            return paddle.zeros([self.layout.numel], dtype=self.layout.dtype)
+            return paddle.zeros([self.layout.numel], dtype=self.gradient_dtype)
         for slot in self.layout.slots:
             if slot.offset not in filled:
                 flat_view(whole, slot.range).zero_()
@@ -113,7 +119,7 @@ class LiveBuffer:
     def gradient_shard(self) -> paddle.Tensor:
         """Return this rank's shard of the reduced gradient, made of zeros where there is none."""
         if self._gradient_shard is None:
-            self._gradient_shard = paddle.zeros([self.layout.shard_numel], dtype=self.layout.dtype)
+            self._gradient_shard = paddle.zeros([self.layout.shard_numel], dtype=self.gradient_dtype)
         for shard in self._zeros:
             flat_view(self._gradient_shard, shard.buffer_range).zero_()
         self._zeros.clear()
@@ -130,8 +136,9 @@ class LiveBuffer:
 
     def memory_bytes(self) -> tuple[int, int]:
         """Return (bytes of this rank's shards: data and gradient; bytes of whole buffers: data and gradient not reduced yet)."""
-        item = self.layout.nbytes // self.layout.numel
         local = [self.shard, self._gradient_shard]
         whole = [None if self.communicator.alone else self.whole, self._whole_gradient]
-        local_bytes, whole_bytes = (sum(item * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole))
+        local_bytes, whole_bytes = (
+            sum(int(tensor.element_size()) * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole)
+        )
         return local_bytes, whole_bytes

@@ -36,7 +36,7 @@ class ShardedParameter(EagerParamBase):
 
     @property
     def grad(self) -> paddle.Tensor | None:
-        """This rank's piece of the gradient, 1-D, averaged over the ranks; None where there is none.
+        """This rank's piece of the gradient, 1-D, averaged over the ranks; None where there is none. Of a 16-bit parameter it is float32.
 
         The first read after a backward is a collective operation: all ranks must do it.
         """
@@ -62,8 +62,10 @@ class ShardedParameter(EagerParamBase):
 
     def _grad_ivar(self) -> paddle.Tensor | None:
         # What Paddle's optimizers and GradScaler read.
-        self._shard.unit.runtime.check_stepping(self._shard)
-        return self._shard.gradient()
+        stepped_by_hand = self._shard.unit.runtime.check_stepping(self._shard)
+        gradient = self._shard.gradient()
+        # Most kernels want the parameter's own dtype. A GradScaler changes what it reads in place, so it gets no copy.
+        return gradient.astype(self.dtype) if stepped_by_hand and gradient is not None else gradient
 
     @property
     def regularizer(self) -> Any:

@@ -160,6 +160,7 @@ class ParameterShard:
                 f"{self.describe()}: can't be set to a value of shape {list(tensor.shape)} and dtype {dtype_name(tensor)}; "
                 "give the whole value"
             )
+        self.unit.release()
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
@@ -232,27 +233,31 @@ class ParameterShard:
             )
 
     def gradient(self) -> paddle.Tensor | None:
-        """Return this rank's piece of the gradient, 1-D, reduced over the ranks; None without one or without a piece."""
+        """Return this rank's piece of the gradient, 1-D, reduced over the ranks; None without one or without a piece.
+
+        Of a 16-bit parameter it is float32.
+        """
         self.unit.runtime.reduce_pending_gradients()
         if not self.has_gradient or not self.range.numel:
             return None
         return self._gradient_view()
 
     def set_gradient(self, value: paddle.Tensor | None) -> None:
-        """Replace this rank's piece of the gradient; None drops it."""
+        """Replace this rank's piece of the gradient, by one in its dtype or in the parameter's; None drops it."""
         self.unit.runtime.reduce_pending_gradients()
         if value is None:
             self.clear_gradient(set_to_zero=False)
             return
-        if list(value.shape) != [self.range.numel] or dtype_name(value) != self.buffer.layout.dtype:
+        dtype = self.buffer.gradient_dtype
+        if list(value.shape) != [self.range.numel] or dtype_name(value) not in (dtype, self.buffer.layout.dtype):
             raise ShardingError(
                 f"{self.describe()}: its gradient can't be set to a tensor of shape {list(value.shape)} and dtype {dtype_name(value)}; "
-                f"give this rank's piece, shape [{self.range.numel}]"
+                f"give this rank's piece, shape [{self.range.numel}], in {dtype}"
             )
         self.has_gradient = True
         if self.range.numel:
             with paddle.no_grad():
-                paddle.assign(value, self._gradient_view())
+                paddle.assign(value.astype(dtype), self._gradient_view())
 
     def _gradient_view(self) -> paddle.Tensor:
         return flat_view(self.buffer.gradient_shard(), self.buffer_range)

@@ -22,6 +22,7 @@ from ..layout import Layout
 from .communication import Communicator
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
+from .lost_writes import LostWrites
 from .parameter_shard import ParameterShard
 from .recomputation import running_backwards
 from .saved_weights import SAVED_WEIGHTS
@@ -61,6 +62,7 @@ class Runtime:
         self._running_forwards = 0
         self._optimizers_stepping = 0
         self._journal = 0
+        self._lost_writes = LostWrites()
         self._gradient_marks: dict[int, paddle.Tensor] = {}
         self._failure: CheckpointError | None = None
         self._showing_local: set[int] = set()
@@ -105,8 +107,11 @@ class Runtime:
                 "fully_shard(model, optimizer=opt) or bind_optimizer(opt), or fully_shard(model, optimizer=None) to step it yourself"
             )
 
-    def check_stepping(self, shard: ParameterShard) -> None:
+    def check_stepping(self, shard: ParameterShard) -> bool:
         """Raise where an optimizer reads gradients that is not bound, as it would step parameters that hold no data.
+
+        Returns:
+            Whether an optimizer that is not bound reads it.
 
         Raises:
             UnboundOptimizerError: it is not bound, and the parameter is not this rank's piece at the moment either, or pieces are not
@@ -114,7 +119,7 @@ class Runtime:
         """
         self.check_bound()
         if self._optimizers_stepping:
-            return
+            return False
         reader = sys._getframe(2).f_locals.get("self")
         if isinstance(reader, paddle.optimizer.Optimizer) and not _steps_pieces_right(reader):
             raise UnboundOptimizerError(
@@ -126,6 +131,7 @@ class Runtime:
                 f"{shard.describe()}: an optimizer or a GradScaler reads its gradient and is not bound; call bind_optimizer(opt) or "
                 "bind_grad_scaler(scaler), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
+        return isinstance(reader, paddle.optimizer.Optimizer)
 
     def gradient_mark(self, numel: int) -> paddle.Tensor:
         """Return a tensor of this many elements that stands for a gradient which was taken; see :class:`~.unit.ParameterShard`."""
@@ -167,6 +173,8 @@ class Runtime:
             self._hold(shard.unit)
         # In recompute's backward the forward around this one may have no layer that we watch.
         if self._running_forwards == 0 and not running_backwards():
+            for unit in self.units:
+                self._lost_writes.look(unit)
             self._end_outermost_forward()
 
     def forget_aborted_forward(self) -> None:
@@ -258,6 +266,8 @@ class Runtime:
             unit.fill()
 
     def _let_go(self, unit: Unit) -> None:
+        if self._running_forwards:  # between forwards others may have written to the shards
+            self._lost_writes.look(unit)
         unit.release()
         if unit.in_backward and unit.backward_calls == 0:
             self._note("reduce", unit)
@@ -328,6 +338,7 @@ class Runtime:
         shards, buffers = self.shards, self.buffers
         flags = [shard.got_gradient for shard in shards]
         flags += [buffer.has_pending_gradient for buffer in buffers]
+        flags += [self._lost_writes.take()]
         frozen = bytes(shard.parameter.stop_gradient for shard in shards)
         # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
         present = bytes(shard.has_gradient for shard in shards)
@@ -337,10 +348,16 @@ class Runtime:
             if int(largest) != -int(smallest):
                 raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
         self._journal = 0
+        written = int(agreed[len(flags) - 1])
+        if written:
+            raise ShardingError(
+                f"unit '{self.units[written - 1].name}': a parameter of it was written to inside a forward, as by an initializer, which "
+                "would be lost; use set_value between steps, or `with paddle_fsdp_ckpt.local_parameters(model):`. Nothing was stepped"
+            )
         for shard, got in zip(shards, agreed, strict=False):
             shard.has_gradient = shard.has_gradient or bool(got)
             shard.got_gradient = False
-        for buffer, pending in zip(buffers, agreed[len(shards) :], strict=False):
+        for buffer, pending in zip(buffers, agreed[len(shards) : len(flags) - 1], strict=True):
             if pending:
                 buffer.reduce_gradient(self._gradient_mean)
         for unit in self.units:

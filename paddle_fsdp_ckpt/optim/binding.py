@@ -17,6 +17,7 @@ from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
 from .hyperparameters import describe_hyperparameters
 from .parameters import parameter_groups
+from .stepped_gradients import SteppedGradients
 
 _BINDING_ATTRIBUTE = "_fully_shard_binding"
 
@@ -329,7 +330,7 @@ class _Binding:
             self._optimizer._grad_clip = clip
 
     def _sharded(self, clip: Any) -> Any:
-        return None if clip is None else ShardedClip(clip, self._shards)
+        return SteppedGradients(self._optimizer, None if clip is None else ShardedClip(clip, self._shards))
 
 
 @contextmanager
