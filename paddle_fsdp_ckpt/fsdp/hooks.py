@@ -142,6 +142,11 @@ _REFUSED = {
         "set_state_dict() can't fill a sharded model: fill it before fully_shard, use paddle_fsdp_ckpt.load or load_full_state_dict, or "
         "parameter.set_value(whole value) for each parameter"
     ),
+    # What Layer.to, float, bfloat16 and such, and amp.decorate call.
+    ("_to_impl", "astype"): (
+        "a sharded model can't be moved or converted to another dtype (to, astype, float, amp.decorate): do it before fully_shard, or "
+        "load a checkpoint of it into a model of that dtype with cast=True"
+    ),
     ("__deepcopy__", "__reduce_ex__"): (
         "a sharded model can't be copied or pickled: copy it before fully_shard, or use paddle_fsdp_ckpt.save and load"
     ),

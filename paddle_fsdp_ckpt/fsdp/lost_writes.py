@@ -1,7 +1,7 @@
 """Find what was written to whole weights inside a forward, and would be lost when they are let go of.
 
-Paddle counts most changes in place, and a unit looks at the counts; its initializers and raw kernels, such as ``exponential_``, count nothing.
-So each rank compares its own slice of the whole buffer with what it keeps: together the ranks see every element.
+Paddle counts most changes in place, and a unit looks at the counts; some initializers and raw kernels, such as ``exponential_``, count
+nothing. So each rank compares its own slice of the whole buffer with what it keeps: together the ranks see every element.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class LostWrites:
     """The units of one model whose whole weights were written to since somebody asked."""
 
     def __init__(self) -> None:
-        self._untouched: dict[int, paddle.Tensor] = {}
+        self._written: dict[int, paddle.Tensor] = {}
 
     def look(self, unit: Unit) -> None:
         """Compare what is gathered of a unit with what this rank keeps of it. No collective operation, and the device isn't waited for."""
         for buffer in unit.buffers:
             if buffer.whole is not None and not buffer.communicator.alone:
-                now, before = _is_untouched(buffer, buffer.whole), self._untouched.get(unit.index)
-                self._untouched[unit.index] = now if before is None else before.logical_and(now)
+                now, before = _is_written(buffer, buffer.whole), self._written.get(unit.index)
+                self._written[unit.index] = now if before is None else before.logical_or(now)
 
     def take(self) -> int:
         """Return 1 + the index of a unit that was written to, or 0, and forget it."""
-        untouched, self._untouched = self._untouched, {}
-        if not untouched:
+        written, self._written = self._written, {}
+        if not written:
             return 0
-        answers = paddle.stack(list(untouched.values())).numpy()
-        return max((index + 1 for index, answer in zip(untouched, answers, strict=True) if not answer), default=0)
+        answers = paddle.stack(list(written.values())).numpy()
+        return max((index + 1 for index, answer in zip(written, answers, strict=True) if answer), default=0)
 
 
-def _is_untouched(buffer: LiveBuffer, whole: paddle.Tensor) -> paddle.Tensor:
+def _is_written(buffer: LiveBuffer, whole: paddle.Tensor) -> paddle.Tensor:
     mine = buffer.layout.shard(buffer.communicator.rank)
-    # As integers, so that a NaN is equal to itself.
+    # As integers, so that a NaN is equal to itself; of the same size, since Paddle 3.3.1 views a slice at a wrong place otherwise.
     bits = _BITS[int(whole.element_size())]
     with paddle.no_grad():
-        return paddle.equal_all(whole._slice(mine.start, mine.stop).view(bits), buffer.shard.view(bits))
+        return (whole._slice(mine.start, mine.stop).view(bits) != buffer.shard.view(bits)).any()

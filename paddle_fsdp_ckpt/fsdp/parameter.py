@@ -24,6 +24,13 @@ def is_elementwise_regularizer(value: object) -> bool:
     return type(value) in (type(None), float, int, L1Decay, L2Decay)
 
 
+MAIN_GRAD = (
+    "MixPrecisionLayer, or whoever else sets main_grad, would keep gradients there that are not reduced; leave it out, since fully_shard "
+    "reduces and accumulates the gradients of 16-bit parameters in float32 itself"
+)
+"""Why parameters with ``main_grad`` are refused, and the way out."""
+
+
 class ShardedParameter(EagerParamBase):
     """A Parameter of a sharded model. An ordinary Parameter becomes one by assignment to its ``__class__``.
 
@@ -144,6 +151,38 @@ class ShardedParameter(EagerParamBase):
     @data.setter
     def data(self, value: paddle.Tensor) -> None:
         self.set_value(value)
+
+    def to(self, *args: Any, **options: Any) -> paddle.Tensor:
+        """Return the whole value, moved or converted, while the parameter is whole; an error otherwise."""
+        self._check_data()
+        return _Tensor.to(self, *args, **options)
+
+    def astype(self, dtype: Any) -> paddle.Tensor:
+        """Return the whole value in another dtype while the parameter is whole; an error otherwise."""
+        self._check_data()
+        return _Tensor.astype(self, dtype)
+
+    def cast(self, dtype: Any) -> paddle.Tensor:
+        """As :meth:`astype`."""
+        return self.astype(dtype)
+
+    def cpu(self) -> paddle.Tensor:
+        """Return a copy of the whole value on the CPU while the parameter is whole; an error otherwise."""
+        self._check_data()
+        return _Tensor.cpu(self)
+
+    @property
+    def main_grad(self) -> NoReturn:
+        """There is none, as ``hasattr`` tells: :attr:`grad` is a float32 gradient already.
+
+        Raises:
+            ShardingError: fleet's ``MixPrecisionLayer`` sets it, and would keep gradients there that are not reduced.
+        """
+        raise AttributeError("main_grad")
+
+    @main_grad.setter
+    def main_grad(self, value: object) -> None:
+        raise ShardingError(f"{self._shard.describe()}: {MAIN_GRAD}")
 
     def copy_(self, *_: Any) -> NoReturn:
         """Not supported: use ``set_value``."""

@@ -336,7 +336,7 @@ class Runtime:
 
     def _reduce_gradients(self, settings: object = None) -> None:
         shards, buffers = self.shards, self.buffers
-        flags = [shard.got_gradient for shard in shards]
+        flags: list[int] = [shard.got_gradient for shard in shards]
         flags += [buffer.has_pending_gradient for buffer in buffers]
         flags += [self._lost_writes.take()]
         frozen = bytes(shard.parameter.stop_gradient for shard in shards)

@@ -6,6 +6,7 @@ Paddle has one pair of saved-tensor hooks for the whole process, so this is the 
 from __future__ import annotations
 
 import atexit
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +31,20 @@ class _SavedWeight:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    stop_gradient: bool
+
+
+@dataclass(frozen=True)
+class _SavedShape:
+    """A saved tensor without data: what a backward with ``create_graph=True`` saves of a bias, of which it needs the shape only.
+
+    The offset is in bytes, the strides in elements.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: paddle.dtype
     stop_gradient: bool
 
 
@@ -80,8 +95,10 @@ class SavedWeights:
         """Forget a buffer that is no longer gathered."""
         self._gathered.pop(buffer, None)
 
-    def _pack(self, tensor: paddle.Tensor) -> _SavedWeight | _SavedTensor:
-        address = tensor.data_ptr() if tensor._is_initialized() else 0
+    def _pack(self, tensor: paddle.Tensor) -> _SavedWeight | _SavedShape | _SavedTensor:
+        if not tensor._is_initialized():
+            return _SavedShape(tuple(tensor.shape), tuple(tensor.strides), tensor.offset, tensor.dtype, tensor.stop_gradient)
+        address = tensor.data_ptr()
         for buffer, (start, stop) in self._gathered.items():
             if start <= address < stop:
                 return _SavedWeight(
@@ -90,8 +107,12 @@ class SavedWeights:
         # With its place in the graph, the graph would hold the tensor and the tensor the graph, for ever.
         return _SavedTensor(tensor.detach(), tensor.inplace_version, tensor.stop_gradient)
 
-    def _unpack(self, saved: _SavedWeight | _SavedTensor) -> paddle.Tensor:
-        if isinstance(saved, _SavedWeight):
+    def _unpack(self, saved: _SavedWeight | _SavedShape | _SavedTensor) -> paddle.Tensor:
+        if isinstance(saved, _SavedShape):
+            # Paddle asks for memory behind it, at the same offset; NaN would show if somebody read it.
+            numel = math.prod(saved.shape) + saved.offset // paddle.empty([1], saved.dtype).element_size()
+            tensor = paddle.as_strided(paddle.full([numel], float("nan"), saved.dtype), saved.shape, saved.strides, saved.offset)
+        elif isinstance(saved, _SavedWeight):
             whole = saved.buffer.unit.runtime.whole_for_backward(saved.buffer, saved.generation)
             tensor = paddle.as_strided(whole, saved.shape, saved.strides, saved.offset)
         elif saved.tensor.inplace_version != saved.inplace_version:

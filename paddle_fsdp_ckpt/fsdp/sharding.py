@@ -15,7 +15,7 @@ from ..layout import ITEM_SIZES, build_flat_buffer
 from .communication import Communicator, check_fleet, default_group
 from .hooks import ModelHooks
 from .live_buffer import LiveBuffer
-from .parameter import ShardedParameter
+from .parameter import MAIN_GRAD, ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
 from .tensors import dtype_name
 from .unit import Unit
@@ -186,6 +186,20 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
     started = [named.names[0] for named in parameters if named.parameter.grad is not None and bool(named.parameter.grad.any().item())]
     if started:
         raise ShardingError(f"parameters have gradients, which would be lost: {listing(started)}; step and call clear_grad() first")
+    with_main_grad = [named.names[0] for named in parameters if hasattr(named.parameter, "main_grad")]
+    if with_main_grad:
+        raise ShardingError(f"parameters have main_grad: {listing(with_main_grad)}; {MAIN_GRAD}")
+    training = sorted(
+        join(prefix, name)
+        for prefix, layer in walk(model)
+        for name, one in layer._buffers.items()
+        if one is not None and one.is_leaf and not one.stop_gradient
+    )
+    if training:
+        raise ShardingError(
+            f"buffers that train (stop_gradient=False), whose gradients nobody would reduce: {listing(training)}; make them parameters, by "
+            "create_parameter, or set stop_gradient=True"
+        )
     _check_storage(model, parameters)
     return parameters
 

@@ -1,0 +1,345 @@
+"""Training in 16 bits on a CPU, whose wheel has few kernels for it: weights are cast for matmuls, and AdamW's step is emulated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from harness import this_rank
+from paddle import nn
+from paddle.amp.auto_cast import _set_multi_precision, amp_initialize
+from paddle.base import core
+from paddle.nn import functional as F
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.errors import ShardingError
+from paddle_fsdp_ckpt.fsdp import Runtime, runtime_of
+
+ROWS = 12
+STEPS = 4
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Cast(nn.Layer):
+    """A linear layer that computes in float32."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([inputs, outputs])
+        self.bias = self.create_parameter([outputs], is_bias=True)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return F.linear(x, self.weight.astype("float32"), self.bias.astype("float32"))
+
+
+class Block(nn.Layer):
+    """A float32 norm beside 16-bit matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = Cast(6, 31)
+        self.down = Cast(31, 6)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Layer):
+    """A head that is tied to the 16-bit embedding, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.blocks = nn.LayerList([Block(), Block()])
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        x = self.embed(tokens).astype("float32")
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embed.weight.astype("float32").T)
+
+
+def decorated(dtype: str) -> tuple[nn.Layer, Any]:
+    """A model and an optimizer as ``amp.decorate(level="O2")`` leaves them on a GPU. On a CPU it does nothing: its parts are called."""
+    paddle.seed(11)
+    model = Net()
+    decayed = {p.name for n, p in model.named_parameters() if n.endswith("weight") and "norm" not in n}
+    optimizer = paddle.optimizer.AdamW(
+        0.01,
+        epsilon=1e-4,
+        parameters=model.parameters(),
+        weight_decay=0.3,
+        apply_decay_param_fun=lambda name: name in decayed,
+        grad_clip=nn.ClipGradByGlobalNorm(0.2),
+    )
+    amp_initialize([model], dtype, [nn.LayerNorm])  # excluded_layers
+    _set_multi_precision(optimizer, True)
+    assert str(model.embed.weight.dtype) == f"paddle.{dtype}"
+    assert model.blocks[0].norm.weight.dtype == paddle.float32
+    return model, optimizer
+
+
+@contextmanager
+def adamw_on_cpu(seen: set[paddle.dtype]) -> Iterator[None]:
+    """Let AdamW step 16-bit parameters as its GPU kernel does: the master weight in float32, and the parameter is that, rounded.
+
+    Args:
+        seen: gets the dtypes of the gradients beside 16-bit parameters.
+    """
+    module = sys.modules["paddle.optimizer.adamw"]
+    kernels = module._C_ops  # type: ignore[attr-defined]
+
+    def adamw_(param: Any, grad: Any, *rest: Any) -> Any:
+        before, (master, found), settings, (_, *last) = rest[:6], rest[6:8], rest[8:16], rest[16:]
+        if param.dtype == paddle.float32:
+            return kernels.adamw_(param, grad, *rest)
+        seen.add(grad.dtype)
+        result = kernels.adamw_(master, grad.astype("float32"), *before, None, found, *settings, False, *last)
+        paddle.assign(master.astype(param.dtype), param)
+        return result
+
+    module._C_ops = SimpleNamespace(adamw_=adamw_)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module._C_ops = kernels  # type: ignore[attr-defined]
+
+
+def loss_of(model: nn.Layer, step: int, part: slice = slice(0, ROWS)) -> paddle.Tensor:
+    tokens = paddle.to_tensor(np.random.RandomState(step).randint(0, 17, [ROWS, 5])[part])
+    return F.cross_entropy(model(tokens).reshape([-1, 17]), tokens.reshape([-1]))
+
+
+def my_part() -> slice:
+    place = this_rank()
+    return slice(ROWS // place.world_size * place.rank, ROWS // place.world_size * (place.rank + 1))
+
+
+def bits(tensor: paddle.Tensor) -> bytes:
+    """The bytes of a tensor of any dtype."""
+    return np.ascontiguousarray(tensor.numpy()).tobytes()
+
+
+# Training.
+
+
+def right_training(dtype: str, in_float32: bool) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """One process, on the parts of all ranks: losses, and at the end weights (as float32) and master weights by structured name.
+
+    Args:
+        in_float32: average the gradients of the parts in float32 and let Paddle step them as its ``main_grad``; else let Paddle accumulate
+            them in their own dtype.
+    """
+    model, optimizer = decorated(dtype)
+    count = this_rank().world_size
+    losses = []
+    with adamw_on_cpu(set()):
+        for step in range(STEPS):
+            sums: dict[str, Any] = {}
+            mean = 0.0
+            for part in range(count):
+                loss = loss_of(model, step, slice(ROWS // count * part, ROWS // count * (part + 1)))
+                (loss / (1 if in_float32 else count)).backward()
+                mean += loss.item() / count
+                if in_float32:
+                    for parameter in model.parameters():
+                        gradient = parameter.grad.astype("float32").clone()
+                        sums[parameter.name] = sums[parameter.name] + gradient if part else gradient
+                        parameter.clear_gradient(False)
+            for parameter in model.parameters() if in_float32 else ():
+                parameter.main_grad = sums[parameter.name] / count
+            optimizer.step()
+            optimizer.clear_grad()
+            losses.append(mean)
+    masters = {n: optimizer._master_weights[p.name].numpy() for n, p in model.named_parameters() if p.name in optimizer._master_weights}
+    return losses, {n: p.astype("float32").numpy() for n, p in model.named_parameters()}, masters
+
+
+def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]:
+    """This rank's losses; each step's gradients of 16-bit parameters must be float32 all the way to AdamW's kernel."""
+    losses = []
+    seen: set[paddle.dtype] = set()
+    with adamw_on_cpu(seen):
+        for step in range(first, last):
+            loss = loss_of(model, step, my_part())
+            loss.backward()
+            core.eager.set_master_grads(model.parameters())  # what amp.decorate's master_grad=True does at the end of a backward
+            optimizer.step()
+            optimizer.clear_grad()
+            losses.append(loss.item())
+    assert seen <= {paddle.float32}
+    return losses
+
+
+def trains_like_one_process(dtype: str) -> list[float]:
+    right, weights, masters = right_training(dtype, True)
+    _, loosely, _ = right_training(dtype, False)
+    model, optimizer = decorated(dtype)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    losses = train(model, optimizer, 0, STEPS)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    _check_layout(runtime, dtype)
+    for one in runtime.shards:
+        place, name = slice(one.range.start, one.range.stop), one.slot.name
+        value = one.local.astype("float32").numpy()
+        np.testing.assert_allclose(value, weights[name].reshape(-1)[place], rtol=2.0**-7, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(value, loosely[name].reshape(-1)[place], rtol=2.0**-6, atol=5e-3, err_msg=name)
+        if "norm" not in name and one.range.numel:
+            master = optimizer._master_weights[one.parameter.name]
+            assert master.dtype == paddle.float32
+            # 16-bit rounding of activations' gradients aside, the arithmetic is the same; only clipping sums in another order.
+            np.testing.assert_allclose(master.numpy(), masters[name].reshape(-1)[place], rtol=1e-5, atol=2e-6, err_msg=name)
+            assert bits(master.astype(dtype)) == bits(one.local)
+    return [one - wanted for one, wanted in zip(losses, right, strict=True)]
+
+
+def _check_layout(runtime: Runtime, dtype: str) -> None:
+    """One unit a block, with a flat buffer for each dtype, and the bytes that follow."""
+    kinds = [[buffer.layout.name for buffer in unit.buffers] for unit in runtime.units]
+    blocks = [[f"blocks.{number}/{kind}" for kind in ("float32", dtype)] for number in (0, 1)]
+    assert kinds == [[f"embed/{dtype}"], *blocks]
+    assert runtime.memory_bytes() == (sum(one.layout.shard_numel * ITEM[one.layout.dtype] for one in runtime.buffers), 0)
+
+
+# Exact values.
+
+
+class Given(nn.Layer):
+    """Parameters whose gradients are given."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.parts = nn.LayerList([nn.Layer() for _ in range(2)])
+        for part, shape in zip(self.parts, ([7, 9], [1]), strict=True):
+            part.weight = part.create_parameter(shape, default_initializer=nn.initializer.Constant(1.5))
+        amp_initialize([self], dtype, None)
+
+    def forward(self, gradients: list[np.ndarray]) -> paddle.Tensor:
+        pairs = zip(self.parts, gradients, strict=True)
+        return paddle.add_n([(part.weight.astype("float32") * paddle.to_tensor(gradient)).sum() for part, gradient in pairs])
+
+
+def given_gradients(dtype: str, rank: int, backward: int) -> list[np.ndarray]:
+    """Float32 arrays that the dtype holds exactly, of magnitudes that its own sums would lose; in float16, of sums that are too large."""
+    values = np.random.RandomState(100 * rank + backward)
+    found = []
+    for shape in ([7, 9], [1]):
+        array = np.round(values.standard_normal(shape) * 100) * np.exp2(values.randint(-6, 3, shape))
+        array.reshape(-1)[0] = 256.0 if backward == 0 else 1.0
+        if dtype == "float16":
+            array.reshape(-1)[-1] = 40000.0
+        found.append(paddle.to_tensor(array.astype("float32")).astype(dtype).astype("float32").numpy())
+    return found
+
+
+def means_are_exact(dtype: str, units: str) -> None:
+    """The mean over the ranks, summed over three backwards, is numpy's in float32; then a step by hand in the parameters' own dtype."""
+    count, rank = this_rank().world_size, this_rank().rank
+    model = Given(dtype)
+    ckpt.fully_shard(model, optimizer=None, unit_layers=[Given] if units == "one" else None)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    for backward in range(3):
+        model(given_gradients(dtype, rank, backward)).backward()
+        if units == "one" or backward == 1:
+            assert [one.dtype for one in model.parameters()] == [getattr(paddle, dtype)] * 2
+            runtime.reduce_pending_gradients()
+    of_ranks = [[sum(parts) for parts in zip(*(given_gradients(dtype, r, b) for b in range(3)), strict=True)] for r in range(count)]
+    right = [sum(parts, np.float32(0)) * np.float32(1 / count) for parts in zip(*of_ranks, strict=True)]
+    for one, wanted in zip(runtime.shards, right, strict=True):
+        gradient = one.parameter.grad
+        if one.range.numel:
+            assert gradient is not None
+            assert gradient.dtype == paddle.float32
+            np.testing.assert_allclose(gradient.numpy(), wanted.reshape(-1)[one.range.start : one.range.stop], rtol=2e-7, atol=0)
+            with pytest.raises(ShardingError, match=r"this rank's piece, shape .* in float32"):
+                one.parameter.grad = gradient.astype("float64")
+            one.parameter.grad = gradient.astype(dtype)
+            assert bits(one.parameter.grad.astype(dtype)) == bits(gradient.astype(dtype))
+    assert runtime.memory_bytes()[0] == sum(one.layout.shard_numel * (2 + 4) for one in runtime.buffers)
+    if dtype == "bfloat16":  # for the other the CPU wheel has no kernel
+        optimizer = paddle.optimizer.SGD(2.0**-9, parameters=model.parameters())
+        pieces = [one.parameter.grad for one in runtime.shards]
+        with ckpt.local_parameters(model):
+            optimizer.step()
+        for one, gradient in zip(runtime.shards, pieces, strict=True):
+            if one.range.numel and gradient is not None:
+                stepped = 1.5 - 2.0**-9 * gradient.astype(dtype).astype("float32").numpy()
+                np.testing.assert_allclose(one.local.astype("float32").numpy(), stepped, rtol=2.0**-7, atol=2.0**-8)
+
+
+# Checkpoints.
+
+
+def state_of(model: nn.Layer, optimizer: Any) -> dict[str, tuple[str, bytes]]:
+    """The dtype and bytes of every weight, state and master weight, whole."""
+    tensors = {**ckpt.full_state_dict(model, to_rank=None), **ckpt.full_optimizer_state_dict(optimizer, to_rank=None)}
+    return {key: (str(tensor.dtype), bits(tensor)) for key, tensor in tensors.items()}
+
+
+def save_and_go_on(dtype: str, path: str) -> tuple[dict[str, tuple[str, bytes]], list[float], dict[str, tuple[str, bytes]]]:
+    """Train, save, train on: the state saved, the later losses, the state at the end."""
+    model, optimizer = decorated(dtype)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    train(model, optimizer, 0, 2)
+    ckpt.save(path, model=model, optimizer=optimizer)
+    saved = state_of(model, optimizer)
+    return saved, train(model, optimizer, 2, STEPS), state_of(model, optimizer)
+
+
+def resume(dtype: str, path: str) -> tuple[dict[str, tuple[str, bytes]], list[float], dict[str, tuple[str, bytes]]]:
+    """Load into other weights and go on."""
+    model, optimizer = decorated(dtype)
+    for parameter in model.parameters():
+        parameter.set_value(paddle.full(parameter.shape, 0.25, parameter.dtype))
+    ckpt.fully_shard(model, optimizer=optimizer)
+    assert ckpt.load(path, model=model, optimizer=optimizer).is_exact
+    loaded = state_of(model, optimizer)
+    return loaded, train(model, optimizer, 2, STEPS), state_of(model, optimizer)
+
+
+# What is refused.
+
+
+def _refusals(model: nn.Layer) -> dict[str, Callable[[], Any]]:
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+
+    return {
+        "decorate": lambda: amp_initialize([model], "bfloat16", None),
+        "to": lambda: model.to(dtype="float32"),
+        "a part": lambda: model.blocks[0].bfloat16(),
+        "astype": lambda: model.astype("float32"),
+        "MixPrecisionLayer": lambda: MixPrecisionLayer(model, "bfloat16"),
+    }
+
+
+def refused_afterwards() -> dict[str, str]:
+    """What each says; the model trains on as if nothing was tried."""
+    model, optimizer = decorated("bfloat16")
+    ckpt.fully_shard(model, optimizer=optimizer)
+    found = {}
+    for name, call in _refusals(model).items():
+        before = state_of(model, optimizer)
+        with pytest.raises(ShardingError) as caught:
+            call()
+        found[name] = str(caught.value)
+        assert state_of(model, optimizer) == before
+        train(model, optimizer, 0, 1)
+    return found
+
+
+def refused_before() -> str:
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+
+    model, _ = decorated("bfloat16")
+    with pytest.raises(ShardingError) as caught:
+        ckpt.fully_shard(MixPrecisionLayer(model, "bfloat16"), optimizer=None)
+    return str(caught.value)
