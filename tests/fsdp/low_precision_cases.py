@@ -130,13 +130,13 @@ def bits(tensor: paddle.Tensor) -> bytes:
 # Training.
 
 
-def right_training(dtype: str, in_float32: bool) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+def right_training(dtype: str) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """One process, on the parts of all ranks: losses, and at the end weights (as float32) and master weights by structured name.
 
-    Args:
-        in_float32: average the gradients of the parts in float32 and let Paddle step them as its ``main_grad``; else let Paddle accumulate
-            them in their own dtype.
+    The gradients of the parts are averaged in float32, and fleet's ``MixPrecisionOptimizer`` steps them.
     """
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionOptimizer
+
     model, optimizer = decorated(dtype)
     count = this_rank().world_size
     losses = []
@@ -146,17 +146,15 @@ def right_training(dtype: str, in_float32: bool) -> tuple[list[float], dict[str,
             mean = 0.0
             for part in range(count):
                 loss = loss_of(model, step, slice(ROWS // count * part, ROWS // count * (part + 1)))
-                (loss / (1 if in_float32 else count)).backward()
+                loss.backward()
                 mean += loss.item() / count
-                if in_float32:
-                    for parameter in model.parameters():
-                        gradient = parameter.grad.astype("float32").clone()
-                        sums[parameter.name] = sums[parameter.name] + gradient if part else gradient
-                        parameter.clear_gradient(False)
-            for parameter in model.parameters() if in_float32 else ():
+                for parameter in model.parameters():
+                    gradient = parameter.grad.astype("float32").clone()
+                    sums[parameter.name] = sums[parameter.name] + gradient if part else gradient
+                    parameter.clear_gradient(False)
+            for parameter in model.parameters():
                 parameter.main_grad = sums[parameter.name] / count
-            optimizer.step()
-            optimizer.clear_grad()
+            MixPrecisionOptimizer(optimizer).step()
             losses.append(mean)
     masters = {n: optimizer._master_weights[p.name].numpy() for n, p in model.named_parameters() if p.name in optimizer._master_weights}
     return losses, {n: p.astype("float32").numpy() for n, p in model.named_parameters()}, masters
@@ -179,8 +177,7 @@ def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]
 
 
 def trains_like_one_process(dtype: str) -> list[float]:
-    right, weights, masters = right_training(dtype, True)
-    _, loosely, _ = right_training(dtype, False)
+    right, weights, masters = right_training(dtype)
     model, optimizer = decorated(dtype)
     ckpt.fully_shard(model, optimizer=optimizer)
     losses = train(model, optimizer, 0, STEPS)
@@ -191,7 +188,6 @@ def trains_like_one_process(dtype: str) -> list[float]:
         place, name = slice(one.range.start, one.range.stop), one.slot.name
         value = one.local.astype("float32").numpy()
         np.testing.assert_allclose(value, weights[name].reshape(-1)[place], rtol=2.0**-7, atol=1e-4, err_msg=name)
-        np.testing.assert_allclose(value, loosely[name].reshape(-1)[place], rtol=2.0**-6, atol=5e-3, err_msg=name)
         if "norm" not in name and one.range.numel:
             master = optimizer._master_weights[one.parameter.name]
             assert master.dtype == paddle.float32
@@ -259,7 +255,9 @@ def means_are_exact(dtype: str, units: str) -> None:
         if one.range.numel:
             assert gradient is not None
             assert gradient.dtype == paddle.float32
-            np.testing.assert_allclose(gradient.numpy(), wanted.reshape(-1)[one.range.start : one.range.stop], rtol=2e-7, atol=0)
+            piece = wanted.reshape(-1)[one.range.start : one.range.stop]
+            # A third is rounded, once for each backward; all else is exact.
+            np.testing.assert_allclose(gradient.numpy(), piece, rtol=0, atol=1e-4 if count == 3 else 0)
             with pytest.raises(ShardingError, match=r"this rank's piece, shape .* in float32"):
                 one.parameter.grad = gradient.astype("float64")
             one.parameter.grad = gradient.astype(dtype)
