@@ -1,4 +1,4 @@
-"""The collectives that our runtime needs, over one group of ranks, on gloo (CPU) and NCCL (GPU) alike."""
+"""The collectives that our runtime needs, over one group of ranks, on gloo (CPU) and the backends of devices, such as NCCL, alike."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Communicator:
         # Paddle gives the one member of a group of one the rank -1.
         self.rank: int = 0 if group is None else max(0, group.rank)
         self.world_size: int = 1 if group is None else group.nranks
-        self._has_reduce_scatter = group is None or paddle.is_compiled_with_cuda()
+        self._has_reduce_scatter = group is None or dist.get_backend(group).upper() != "GLOO"
 
     @property
     def alone(self) -> bool:

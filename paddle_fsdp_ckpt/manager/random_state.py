@@ -100,9 +100,18 @@ def _generators() -> dict[str, _Generator]:
         "paddle cpu": _paddle_generator(core.default_cpu_generator(), -1),
     }
     device, _, number = paddle.device.get_device().partition(":")
-    if device == "gpu":
-        found["paddle gpu"] = _paddle_generator(core.default_cuda_generator(int(number)), int(number))
+    if device != "cpu":
+        found[f"paddle {device}"] = _paddle_generator(_device_generator(device, int(number)), int(number))
     return found
+
+
+def _device_generator(device: str, number: int) -> Any:
+    """Return Paddle's generator of a device, as ``paddle.get_rng_state`` finds it."""
+    if device == "gpu":
+        return core.default_cuda_generator(number)
+    if device == "xpu":
+        return core.default_xpu_generator(number)
+    return core.default_custom_device_generator(core.CustomPlace(device, number))
 
 
 def _plain(value: Any) -> JsonValue:

@@ -270,6 +270,54 @@ def plain_beside_sharded() -> None:
         np.testing.assert_array_equal(models[0].weight.numpy(), models[1].weight.numpy())
 
 
+class Half(nn.Layer):
+    """A bfloat16 parameter whose gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([9, 5], default_initializer=nn.initializer.Constant(1.0))
+        self.to(dtype="bfloat16")
+
+    def forward(self, gradient: np.ndarray) -> paddle.Tensor:
+        return (self.weight.astype("float32") * paddle.to_tensor(gradient)).sum()
+
+
+def beside_bfloat16() -> None:
+    """Scaled bfloat16 gradients are unscaled in float32, and an infinity on one rank lets all skip."""
+    place = this_rank()
+    model = Half()
+    optimizer = OPTIMIZERS["sgd"](model)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    with as_on_gpu():
+        scaler = make_scaler()
+        bind_grad_scaler(scaler)
+        # 8 bits each, and their sums more.
+        gradients = [
+            np.round(np.random.RandomState(rank).standard_normal([9, 5]) * 40).astype("float32") for rank in range(place.world_size)
+        ]
+        for infinite in (False, True):
+            mine = gradients[place.rank].copy()
+            mine[-1, -1] = np.inf if infinite and place.rank == 0 else mine[-1, -1]
+            before = weights(model)
+            scaler.scale(model(mine)).backward()
+            scaler.unscale_(optimizer)
+            piece = model.weight.grad
+            (shard,) = runtime_of(model).shards  # type: ignore[union-attr]
+            if shard.range.numel and not infinite:
+                assert piece.dtype == paddle.float32
+                right = np.sum(gradients, axis=0).reshape(-1)[shard.range.start : shard.range.stop] / np.float32(place.world_size)
+                np.testing.assert_array_equal(piece.numpy(), right)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.clear_grad()
+            moved = any(not np.array_equal(value, before[name]) for name, value in weights(model).items())
+            assert moved == (not infinite and shard.range.numel > 0)
+
+
+def test_beside_bfloat16(ranks: Ranks) -> None:
+    ranks(2).run(beside_bfloat16)
+
+
 def test_a_bound_scaler_works_with_plain_models_as_before(single: RankPool) -> None:
     single.run(plain_beside_sharded)
 

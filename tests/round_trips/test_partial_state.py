@@ -192,8 +192,7 @@ def mixed(optimizer: str, path: str, seed: int) -> tuple[State, list[float], Sta
     paddle.seed(seed)
     model = Mixed()
     stepper = getattr(paddle.optimizer, optimizer)(0.02, parameters=model.parameters(), multi_precision=True)
-    # In one unit each gradient is reduced once a step; the CPU wheel can't add in bfloat16.
-    ckpt.fully_shard(model, optimizer=stepper, unit_layers=[Mixed])
+    ckpt.fully_shard(model, optimizer=stepper)
     if seed != 1:
         ckpt.load(path, model=model, optimizer=stepper)
     elif optimizer == "SGD":
