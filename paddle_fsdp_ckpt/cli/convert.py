@@ -12,9 +12,9 @@ from ..export.huggingface import DEFAULT_MAX_SHARD_NBYTES, export_huggingface
 from ..export.peft import export_peft
 from ..export.recipes import AUTO
 from .command import Command, Report
+from .options import DTYPES
 from .progress import ProgressLine
 
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)", re.ASCII)
 
@@ -37,7 +37,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="the model's family, a file, or none to copy names and layouts as they are (default: what config.json says)",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of all floating point tensors (default: each as it is stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all floating point tensors (default: each as it is stored)")
     parser.add_argument(
         "--master-weights", action="store_true", help="hf: take values from the optimizer's master weights, where there are"
     )
@@ -76,7 +76,7 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Re
         arguments.out,
         recipe=arguments.recipe,
         config=arguments.config,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=DTYPES.get(arguments.dtype),
         master_weights=arguments.master_weights,
         base=arguments.base,
         merge_lora=arguments.merge_lora,
@@ -88,7 +88,7 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Re
 
 
 def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
-    dtype = _DTYPES.get(arguments.dtype)
+    dtype = DTYPES.get(arguments.dtype)
     return import_huggingface(arguments.directory, arguments.out, recipe=arguments.recipe, dtype=dtype, progress=progress)
 
 
@@ -98,7 +98,7 @@ def _to_peft(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
         arguments.out,
         recipe=arguments.recipe,
         config=arguments.config,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=DTYPES.get(arguments.dtype),
         master_weights=arguments.master_weights,
         lora_alpha=arguments.lora_alpha,
         progress=progress,

@@ -15,6 +15,8 @@ from ..version import __version__
 from .command import Command, Report
 from .convert import CONVERT
 from .look import DIFF, INSPECT
+from .options import positive
+from .plan import PLAN
 from .progress import ProgressLine
 
 GOOD, FOUND, CANNOT = 0, 1, 2
@@ -35,14 +37,7 @@ def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{number} is less than 1")
-    return number
+    parser.add_argument("--workers", type=positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
 
 
 _COMMANDS = {
@@ -51,6 +46,7 @@ _COMMANDS = {
     "inspect": INSPECT,
     "diff": DIFF,
     "convert": CONVERT,
+    "plan": PLAN,
 }
 
 

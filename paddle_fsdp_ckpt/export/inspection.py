@@ -17,7 +17,7 @@ from ..storage.plan import plan_read
 from ..storage.stock import is_stock, open_index
 from .contents import Contents, contents_of
 from .statistics import Statistics, statistics_of
-from .text import size_text, table
+from .text import Block, BlockReport, Table, size_text
 from .values import whole_piece
 
 _MODEL, _MASTERS = "parameters and buffers", "master weights"
@@ -74,7 +74,7 @@ class KeyDescription:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(BlockReport):
     """What a checkpoint directory holds.
 
     Attributes:
@@ -118,10 +118,8 @@ class Inspection:
         """Return the report as plain JSON data."""
         return asdict(self) | {"path": str(self.path), "is_good": self.is_good}
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def blocks(self) -> Iterator[Block]:
+        """Yield what there is to know, the most important first."""
         yield f"'{self.path}': {self.kind}"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         facts = [("step", "not noted" if self.step is None else str(self.step)), ("saved by", ranks)]
@@ -136,7 +134,7 @@ class Inspection:
         yield from (f"  {name:<9} {value}" for name, value in facts)
         rows = [[one.kind, one.dtype, f"{one.keys:,}", f"{one.elements:,}", size_text(one.nbytes)] for one in self.amounts]
         yield ""
-        yield from table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
+        yield Table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
         for optimizer in self.optimizers:
             yield ""
             yield f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}"
@@ -144,26 +142,26 @@ class Inspection:
                 yield f"  {group.parameters} parameters: {_brief(group.settings)}"
         if self.keys:
             yield ""
-            yield from self._key_table()
+            yield self._key_table()
 
     def _health(self) -> str:
         if self.problems:
             return f"{len(self.problems)} keys are not whole: {listing(self.problems)}"
         return "sizes and headers are right and every key is whole; values are checked by `paddle-fsdp-ckpt verify`"
 
-    def _key_table(self) -> list[str]:
+    def _key_table(self) -> Table:
         titles = ["key", "dtype", "shape", "saved by rank"]
         rows = [[one.key, one.dtype, str(list(one.shape)), "; ".join(one.ranges)] for one in self.keys]
         if any(one.statistics is not None for one in self.keys):
             titles[3:] = ["min", "max", "mean", "NaN", "infinite"]
             for row, one in zip(rows, self.keys, strict=True):
                 row[3:] = _statistics_cells(one.statistics)
-            return table(titles, rows, right=range(3, 8))
-        return table(titles, rows)
+            return Table(titles, rows, right=range(3, 8))
+        return Table(titles, rows)
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(BlockReport):
     """The checkpoints in a directory.
 
     Attributes:
@@ -186,7 +184,8 @@ class Steps:
         checkpoints = [one.to_json() for one in self.checkpoints]
         return {"path": str(self.path), "checkpoints": checkpoints, "problems": list(self.problems), "is_good": self.is_good}
 
-    def __str__(self) -> str:
+    def blocks(self) -> Iterator[Block]:
+        """Yield a table of the checkpoints, and what is wrong with others."""
         rows = [
             [
                 "-" if one.step is None else str(one.step),
@@ -198,8 +197,10 @@ class Steps:
             ]
             for one in self.checkpoints
         ]
-        lines = table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
-        return "\n".join([f"'{self.path}': {len(rows)} checkpoints", "", *lines, *(f"- {problem}" for problem in self.problems)])
+        yield f"'{self.path}': {len(rows)} checkpoints"
+        yield ""
+        yield Table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
+        yield from (f"- {problem}" for problem in self.problems)
 
 
 def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics: bool = False) -> Inspection | Steps:
