@@ -117,7 +117,7 @@ class FlatBuffer:
         return common.shift(-slot.offset) if common.numel else Range(0, 0)
 
     def local_pieces(self, rank: int) -> Iterator[tuple[Slot, Range]]:
-        """Yield each slot of which ``rank`` keeps something, and that part of it, as :meth:`local_range` counts it; no others are looked at."""
+        """Yield each slot of which ``rank`` keeps something, and that part, as :meth:`local_range` counts it; no others are looked at."""
         shard = self.shard(rank)
         first = bisect.bisect_right(self.slots, shard.start, key=lambda slot: slot.offset) - 1
         for slot in itertools.takewhile(lambda slot: slot.offset < shard.stop, self.slots[max(0, first) :]):

@@ -12,8 +12,8 @@ from ..export.huggingface import DEFAULT_MAX_SHARD_NBYTES, export_huggingface
 from ..export.peft import export_peft
 from ..export.recipes import AUTO
 from .command import Command, Report
-from .options import DTYPES
-from .progress import ProgressLine
+from .options import DTYPES, positive
+from .progress import ShowProgress, showing_progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)", re.ASCII)
@@ -45,11 +45,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merge-lora", action="store_true", help="hf: merge the LoRA adapters in DIR into the weights there")
     parser.add_argument("--allow-other-base", action="store_true", help="hf: merge into another base than the one of the adapters")
     parser.add_argument("--lora-alpha", type=float, metavar="A", help="hf, peft: adapters scale by A / r (default: as the checkpoint says)")
+    parser.add_argument("--optimizer", action="store_true", help="hf: write the optimizer's states too, into OUT/optimizer")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="threads that read and convert (default: 1)")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="hf: of a file, such as 500MB (default: 5GB)")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with ProgressLine(sys.stderr) as progress:
+    with showing_progress(sys.stderr) as progress:
         _check_options(arguments)
         return {"hf": _to_huggingface, "fc": _to_checkpoint, "peft": _to_peft}[arguments.to](arguments, progress), True
 
@@ -61,6 +63,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "merge_lora": ["hf"],
         "allow_other_base": ["hf"],
         "max_shard_size": ["hf"],
+        "optimizer": ["hf"],
         "config": ["hf", "peft"],
         "master_weights": ["hf", "peft"],
         "lora_alpha": ["hf", "peft"],
@@ -70,7 +73,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise CheckpointError(f"--{name.replace('_', '-')} is for --to {' and '.join(forms)}; leave it out")
 
 
-def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
     return export_huggingface(
         arguments.directory,
         arguments.out,
@@ -84,15 +87,23 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Re
         allow_other_base=arguments.allow_other_base,
         max_shard_nbytes=arguments.max_shard_size or DEFAULT_MAX_SHARD_NBYTES,
         progress=progress,
+        optimizer=arguments.optimizer,
+        workers=arguments.workers,
     )
 
 
-def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
-    dtype = DTYPES.get(arguments.dtype)
-    return import_huggingface(arguments.directory, arguments.out, recipe=arguments.recipe, dtype=dtype, progress=progress)
+def _to_checkpoint(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
+    return import_huggingface(
+        arguments.directory,
+        arguments.out,
+        recipe=arguments.recipe,
+        dtype=DTYPES.get(arguments.dtype),
+        progress=progress,
+        workers=arguments.workers,
+    )
 
 
-def _to_peft(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+def _to_peft(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
     return export_peft(
         arguments.directory,
         arguments.out,

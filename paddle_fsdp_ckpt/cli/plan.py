@@ -42,4 +42,6 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
     return report, True
 
 
-PLAN = Command("say what a run will need on each rank, and what its checkpoints will be, from a model's configuration", _add_arguments, _run)
+PLAN = Command(
+    "say what a run will need on each rank, and what its checkpoints will be, from a model's configuration", _add_arguments, _run
+)

@@ -19,6 +19,7 @@ from .values import Array, Part, check_values, iter_values, whole_piece
 
 _SHOWN = 20
 _WIDTH = 100
+_NOTHING = "-"
 _OPTIMIZER = "optimizer"
 
 
@@ -35,7 +36,8 @@ class FactDifference:
         """Yield a row of cells for each value in it that differs: what it is, of how many parameters, and both values."""
         of = "" if self.parameters is None else f"{self.parameters:,}"
         for path, one, other in _leaves(self.what, self.one, self.other):
-            yield [path, of, _brief(one), _brief(other)]
+            if (_brief(one), _brief(other)) != (_NOTHING, _NOTHING):
+                yield [path, of, _brief(one), _brief(other)]
 
 
 @dataclass(frozen=True)
@@ -265,12 +267,12 @@ def _leaves(path: str, one: JsonValue, other: JsonValue) -> Iterator[tuple[str, 
 
 
 def _brief(value: JsonValue) -> str:
-    text = "-" if value is None else _inline(value)
+    text = _NOTHING if value is None else _inline(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
 def _inline(value: JsonValue) -> str:
     """Return a value as people write it: a dict's items without braces."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_inline(item)}" for name, item in value.items() if item is not None) or "-"
+        return ", ".join(f"{name} {_inline(item)}" for name, item in value.items() if item is not None) or _NOTHING
     return str(value)

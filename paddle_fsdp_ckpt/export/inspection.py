@@ -5,23 +5,26 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, listing
-from ..storage.format import DTYPE_NBYTES, MANIFEST_NAME, BaseParameter, JsonValue, parse_left_over
+from ..storage.format import DTYPE_NBYTES, BaseParameter, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
-from ..storage.stock import is_stock, open_index
+from ..storage.stock import open_index
 from .contents import Contents, contents_of
+from .roots import checkpoints_in
 from .statistics import Statistics, statistics_of
 from .text import Block, BlockReport, Table, size_text
 from .values import whole_piece
 
 _MODEL, _MASTERS = "parameters and buffers", "master weights"
 _MANY = 1000
+_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,9 @@ class Inspection(BlockReport):
         yield Table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
         for optimizer in self.optimizers:
             yield ""
-            yield f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}"
+            yield from _wrap(f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}", "")
             for group in optimizer.groups:
-                yield f"  {group.parameters} parameters: {_brief(group.settings)}"
+                yield from _wrap(f"{group.parameters} parameters: {_brief(group.settings)}", "  ")
         if self.keys:
             yield ""
             yield self._key_table()
@@ -215,7 +218,7 @@ def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics
         CheckpointError: there is no checkpoint, or its headers can't be read.
     """
     directory = Path(path)
-    inside = [] if is_checkpoint(directory) else list(_checkpoints_in(directory))
+    inside = checkpoints_in(directory)
     if not inside:
         return _inspect(directory, ("*" if keys is None else keys) if keys is not None or statistics else None, statistics=statistics)
     if keys is not None or statistics:
@@ -230,16 +233,6 @@ def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
     return Steps(directory, tuple(found), tuple(problems))
-
-
-def is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory looks like a checkpoint, ours or stock Paddle's."""
-    return os.path.lexists(directory / MANIFEST_NAME) or is_stock(directory)
-
-
-def _checkpoints_in(directory: Path) -> Iterator[Path]:
-    if directory.is_dir() and parse_left_over(Path(os.path.abspath(directory)).name) is None:
-        yield from (one for one in sorted(directory.iterdir()) if parse_left_over(one.name) is None and is_checkpoint(one))
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -313,6 +306,11 @@ def _ranges(index: CheckpointIndex, key: str) -> Iterator[str]:
             box = f"{list(piece.local_shape)} at {list(piece.global_offset)}"
             part = box if piece.flat_range is None else f"{part} of {box}"
         yield f"{file_name.split('_')[0]}: {part}"
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    """Return a long line as several, those after the first further in."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_long_words=False)
 
 
 def _brief(value: JsonValue) -> str:

@@ -64,10 +64,19 @@ def _as_asked(config: ModelConfig) -> str:
     return "qkvo" if config.flag("attention_bias", False) else ""
 
 
+def _always(config: ModelConfig) -> str:
+    del config
+    return "qkv"
+
+
+def _unless_refused(config: ModelConfig) -> str:
+    return "qkv" if config.flag("qkv_bias", True) else ""
+
+
 _FAMILIES = {
     "llama": _Family("llama", _as_asked, transposed_head=True),
-    "qwen2": _Family("model", lambda config: "qkv"),
-    "qwen2_moe": _Family("model", lambda config: "qkv" if config.flag("qkv_bias", True) else "", experts=True, shared_expert=True),
+    "qwen2": _Family("model", _always),
+    "qwen2_moe": _Family("model", _unless_refused, experts=True, shared_expert=True),
     "qwen3": _Family("model", _as_asked, norms_of_heads=True),
     "qwen3_moe": _Family("model", _as_asked, norms_of_heads=True, experts=True),
 }

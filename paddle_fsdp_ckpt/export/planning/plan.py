@@ -300,5 +300,3 @@ def _largest_unit(layout: Layout, units: Sequence[PlannedUnit]) -> int:
     for buffer in layout.buffers:
         nbytes[buffer.name.rpartition("/")[0]] += buffer.nbytes
     return max(nbytes.values())
-
-
