@@ -18,6 +18,7 @@ from .convert import CONVERT
 from .look import DIFF, INSPECT
 from .options import positive
 from .plan import PLAN
+from .plot import PLOT
 from .progress import showing_progress
 from .show import show
 
@@ -60,6 +61,7 @@ _COMMANDS = {
     "diff": DIFF,
     "convert": CONVERT,
     "plan": PLAN,
+    "plot": PLOT,
 }
 
 
