@@ -167,7 +167,10 @@ class MergingReader(TensorReader):
             yield np.ascontiguousarray(merged).reshape(-1).view(np.uint8).data
 
     def _factors_of(self, adapter: Adapter) -> tuple[Array, Array]:
-        """Return both matrices, the scaling in the first; the last ones are kept, for the parts of a fused weight. Threads may ask at once."""
+        """Return both matrices, the scaling in the first; the last ones are kept, for the parts of a fused weight.
+
+        Threads may ask at once.
+        """
         factors = self._factors
         if factors is None or factors[0] is not adapter:
             a, b = (

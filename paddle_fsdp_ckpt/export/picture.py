@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,9 +216,7 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     """Say beside a row what it is, with a bar as long as all buffers like it are large, compared with the largest."""
     from matplotlib.patches import Rectangle
 
-    first, last = row.copies[0], row.copies[-1]
-    name = first if len(row.copies) == 1 else f"{first} ... {last.rpartition('.')[2]}"
-    axes.text(-0.008, number - 0.02, name, ha="right", va="center", fontsize=9, color=_INK)
+    axes.text(-0.008, number - 0.02, _common_name(row.copies), ha="right", va="center", fontsize=9, color=_INK)
     several = f"{len(row.copies)} x " if len(row.copies) > 1 else ""
     dtype = f" {row.dtype}" if with_dtype else ""
     padding = f"\npadding {_percent(row.padding / row.numel)}" if row.shard_numel is not None else ""
@@ -226,6 +224,14 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     text = f"{several}{size_text(row.nbytes)}{dtype}, {parameters}{padding}"
     axes.text(1.01, number - 0.06, text, ha="left", va="center", fontsize=7.5, color=_INK, linespacing=1.25)
     axes.add_patch(Rectangle((1.01, number + 0.29), 0.22 * size, 0.05, facecolor="#777777", edgecolor="none", clip_on=False))
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return one name for units that differ in their numbers."""
+    parts = list(zip(*(name.split(".") for name in names), strict=True))
+    if len([part for part in parts if len(set(part)) > 1]) > 1:
+        return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+    return ".".join(part[0] if len(set(part)) == 1 else f"{part[0]} ... {part[-1]}" for part in parts)
 
 
 def _draw_ranks(axes: Any, world_size: int) -> None:

@@ -21,7 +21,7 @@ from .states import PlannedState, planned_states
 
 DEFAULT_OPTIMIZER = "AdamW"
 
-_SAMPLED_RANKS = 16
+_SAMPLED_RANKS = 4
 """Headers are made of no more ranks than this; those of the others are taken to be as long as their mean."""
 
 # Bytes of host memory in a save and a load, as measured with CPython 3.11: what each object of the runtime about a piece takes.
@@ -50,8 +50,8 @@ class WorldPlan:
         keys: how many a checkpoint has.
         pieces: how many it has of them in all files.
         values: of all its values.
-        headers: of all its files' headers; where there are more than 16 ranks, about.
-        largest_file: of the largest of its files; where there are more than 16 ranks, about.
+        headers: of all its files' headers; where there are more than 4 ranks, about.
+        largest_file: of the largest of its files; where there are more than 4 ranks, about.
         rank_values: values of the fullest rank: what a save in the background copies, and any save or load where they are on a device.
         save: more host memory in a save, on the first rank; values in host memory are written from where they are.
         save_others: the same on the other ranks.
