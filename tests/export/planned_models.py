@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import paddle
@@ -61,3 +62,24 @@ def shard_and_save(path: str, units: Units, optimizer: str, options: dict[str, A
             kept[kind] += int(state.tensor.size) * int(state.tensor.element_size())
     ckpt.save(path, model=model, optimizer=stepper)
     return [buffer.layout for buffer in runtime.buffers], kept, [unit.name for unit in runtime.units]
+
+
+def peaks(path: str, units: Units) -> tuple[int, int]:
+    """Return the most memory that Python's objects had in a second save, and in a second load."""
+    model = build(units)
+    stepper = paddle.optimizer.AdamW(parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    found = []
+    for call in (
+        lambda: ckpt.save(path, model=model, optimizer=stepper, overwrite=True),
+        lambda: ckpt.load(path, model=model, optimizer=stepper),
+    ):
+        call()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        call()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        found.append(peak - before)
+    return found[0], found[1]

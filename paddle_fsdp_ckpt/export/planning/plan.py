@@ -27,8 +27,10 @@ _SAMPLED_RANKS = 4
 # Bytes of host memory in a save and a load, as measured with CPython 3.11: what each object of the runtime about a piece takes.
 _INDEX_NBYTES = 370
 """Of one piece in the index of a whole checkpoint, which each rank reads to load, and the first rank to commit a save."""
-_OWN_PIECE_NBYTES = 2000
-"""Of a rank's own piece: its description, the view of its values, its place in a header or in a read plan."""
+_SAVED_PIECE_NBYTES = 1000
+"""Of a rank's own piece in a save: its description, the view of its values, its place in a header."""
+_LOADED_PIECE_NBYTES = 2500
+"""The same in a load, with its place in a read plan."""
 _STOCK_METADATA_NBYTES = 1060
 """Of one piece in stock Paddle's metadata, which the first rank writes."""
 _READ_NBYTES = 8 << 20
@@ -245,7 +247,7 @@ def _plan_world(layout: Layout, units: Sequence[PlannedUnit], states_of: Callabl
     filled = sum(slot.numel * ITEM_SIZES[buffer.dtype] for buffer in layout.buffers for slot in buffer.slots)
     keys = sum(len(slot.names) + len(states_of(buffer.dtype)) for buffer in layout.buffers for slot in buffer.slots)
     index = pieces * _INDEX_NBYTES
-    own = most * _OWN_PIECE_NBYTES
+    saved = most * _SAVED_PIECE_NBYTES
     return WorldPlan(
         world_size=layout.world_size,
         parameters=shards,
@@ -260,9 +262,9 @@ def _plan_world(layout: Layout, units: Sequence[PlannedUnit], states_of: Callabl
         headers=sum(headers.values()) * layout.world_size // len(headers),
         largest_file=max(total.values + headers.get(rank, mean_header) for rank, total in enumerate(totals)),
         rank_values=fullest.values,
-        save=own + index + pieces * _STOCK_METADATA_NBYTES,
-        save_others=own,
-        load=own + index + _READ_NBYTES,
+        save=saved + index + pieces * _STOCK_METADATA_NBYTES,
+        save_others=saved,
+        load=most * _LOADED_PIECE_NBYTES + index + _READ_NBYTES,
     )
 
 
