@@ -9,6 +9,8 @@ HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 
 CPU = ["paddlepaddle>=3.3,<3.4"]
+CLI = ["rich>=13"]
+PLOT = ["matplotlib>=3.8"]
 
 setup(
     name="paddle_fsdp_ckpt",
@@ -39,7 +41,9 @@ setup(
     entry_points={"console_scripts": ["paddle-fsdp-ckpt = paddle_fsdp_ckpt.cli.main:main"]},
     install_requires=["numpy>=1.24", "safetensors>=0.7", "xxhash>=3.1"],
     extras_require={
+        "cli": CLI,
         "cpu": CPU,
-        "dev": [*CPU, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "pytest-xdist>=3.6", "ruff>=0.17,<0.18"],
+        "dev": [*CPU, *CLI, *PLOT, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "pytest-xdist>=3.6", "ruff>=0.17,<0.18"],
+        "plot": PLOT,
     },
 )

@@ -5,6 +5,7 @@ Pure arithmetic: integers and names, no tensors. All counts are elements, not by
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,6 +115,15 @@ class FlatBuffer:
         """
         common = slot.range.intersect(self.shard(rank))
         return common.shift(-slot.offset) if common.numel else Range(0, 0)
+
+    def local_pieces(self, rank: int) -> Iterator[tuple[Slot, Range]]:
+        """Yield each slot of which ``rank`` keeps something, and that part, as :meth:`local_range` counts it; no others are looked at."""
+        shard = self.shard(rank)
+        first = bisect.bisect_right(self.slots, shard.start, key=lambda slot: slot.offset) - 1
+        for slot in itertools.takewhile(lambda slot: slot.offset < shard.stop, self.slots[max(0, first) :]):
+            local = self.local_range(slot, rank)
+            if local.numel:
+                yield slot, local
 
 
 @dataclass(frozen=True)

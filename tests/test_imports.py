@@ -47,9 +47,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "__main__": ("cli",),
     "layout": ("errors",),
+    "optimizer_states": (),
     "pieces": ("errors", "layout"),
     "fsdp": _NOUNS,
-    "optim": (*_NOUNS, "fsdp"),
+    "optim": (*_NOUNS, "fsdp", "optimizer_states"),
     "training": _RUNTIME,
     "shardings": _RUNTIME,
     "subjects": (*_RUNTIME, "shardings"),
@@ -68,15 +69,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "saving": (*_CHECKPOINT, "base_weights", "lora_layers"),
     "loading": (*_CHECKPOINT, "base_weights"),
     "manager": (*_CHECKPOINT, "saving", "loading"),
-    "export": _OFFLINE,
+    "export": (*_OFFLINE, "optimizer_states"),
     "huggingface_loading": (*_CHECKPOINT, "export"),
-    "cli": (*_OFFLINE, "export"),
+    "cli": (*_OFFLINE, "export", "optimizer_states"),
     "integrations": (FACE,),
     "demo": (FACE,),
 }
 """What each room (a module, or a folder of them) may import besides itself and ``version``."""
 
-WITHOUT_PADDLE = {"version", "errors", "layout", "pieces", "storage", "export", "cli"}
+WITHOUT_PADDLE = {"version", "errors", "layout", "optimizer_states", "pieces", "storage", "export", "cli"}
 BRIDGES_TO_PADDLE = {"storage/flex.py"}
 
 WITHOUT_FILES = {"fsdp", "optim"}

@@ -12,9 +12,9 @@ from ..export.huggingface import DEFAULT_MAX_SHARD_NBYTES, export_huggingface
 from ..export.peft import export_peft
 from ..export.recipes import AUTO
 from .command import Command, Report
-from .progress import ProgressLine
+from .options import DTYPES, positive
+from .progress import ShowProgress, showing_progress
 
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)", re.ASCII)
 
@@ -37,7 +37,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="the model's family, a file, or none to copy names and layouts as they are (default: what config.json says)",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of all floating point tensors (default: each as it is stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all floating point tensors (default: each as it is stored)")
     parser.add_argument(
         "--master-weights", action="store_true", help="hf: take values from the optimizer's master weights, where there are"
     )
@@ -45,11 +45,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merge-lora", action="store_true", help="hf: merge the LoRA adapters in DIR into the weights there")
     parser.add_argument("--allow-other-base", action="store_true", help="hf: merge into another base than the one of the adapters")
     parser.add_argument("--lora-alpha", type=float, metavar="A", help="hf, peft: adapters scale by A / r (default: as the checkpoint says)")
+    parser.add_argument("--optimizer", action="store_true", help="hf: write the optimizer's states too, into OUT/optimizer")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="threads that read and convert (default: 1)")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="hf: of a file, such as 500MB (default: 5GB)")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with ProgressLine(sys.stderr) as progress:
+    with showing_progress(sys.stderr) as progress:
         _check_options(arguments)
         return {"hf": _to_huggingface, "fc": _to_checkpoint, "peft": _to_peft}[arguments.to](arguments, progress), True
 
@@ -61,6 +63,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "merge_lora": ["hf"],
         "allow_other_base": ["hf"],
         "max_shard_size": ["hf"],
+        "optimizer": ["hf"],
         "config": ["hf", "peft"],
         "master_weights": ["hf", "peft"],
         "lora_alpha": ["hf", "peft"],
@@ -70,13 +73,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise CheckpointError(f"--{name.replace('_', '-')} is for --to {' and '.join(forms)}; leave it out")
 
 
-def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
     return export_huggingface(
         arguments.directory,
         arguments.out,
         recipe=arguments.recipe,
         config=arguments.config,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=DTYPES.get(arguments.dtype),
         master_weights=arguments.master_weights,
         base=arguments.base,
         merge_lora=arguments.merge_lora,
@@ -84,21 +87,29 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Re
         allow_other_base=arguments.allow_other_base,
         max_shard_nbytes=arguments.max_shard_size or DEFAULT_MAX_SHARD_NBYTES,
         progress=progress,
+        optimizer=arguments.optimizer,
+        workers=arguments.workers,
     )
 
 
-def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
-    dtype = _DTYPES.get(arguments.dtype)
-    return import_huggingface(arguments.directory, arguments.out, recipe=arguments.recipe, dtype=dtype, progress=progress)
+def _to_checkpoint(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
+    return import_huggingface(
+        arguments.directory,
+        arguments.out,
+        recipe=arguments.recipe,
+        dtype=DTYPES.get(arguments.dtype),
+        progress=progress,
+        workers=arguments.workers,
+    )
 
 
-def _to_peft(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
+def _to_peft(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
     return export_peft(
         arguments.directory,
         arguments.out,
         recipe=arguments.recipe,
         config=arguments.config,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=DTYPES.get(arguments.dtype),
         master_weights=arguments.master_weights,
         lora_alpha=arguments.lora_alpha,
         progress=progress,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..errors import CheckpointError
+from ..export.roots import checkpoints_in, verify_root
 from ..storage.salvage import salvage
 from ..storage.system_errors import describe_error
 from ..storage.verify import verify
@@ -15,42 +16,52 @@ from ..version import __version__
 from .command import Command, Report
 from .convert import CONVERT
 from .look import DIFF, INSPECT
-from .progress import ProgressLine
+from .options import positive
+from .plan import PLAN
+from .plot import PLOT
+from .progress import showing_progress
+from .show import show
 
 GOOD, FOUND, CANNOT = 0, 1, 2
 """The exit statuses."""
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with ProgressLine(sys.stderr) as progress:
-        report = verify(arguments.directory, workers=arguments.workers, progress=progress)
+    directory = Path(arguments.directory)
+    with showing_progress(sys.stderr) as progress:
+        check = verify_root if checkpoints_in(directory) else verify
+        report = check(directory, workers=arguments.workers, progress=progress)
     return report, report.is_good
 
 
 def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with ProgressLine(sys.stderr) as progress:
+    with showing_progress(sys.stderr) as progress:
         report = salvage(arguments.directory, workers=arguments.workers, progress=progress)
     return report, report.is_whole
 
 
-def _add_directory(parser: argparse.ArgumentParser) -> None:
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory, or one in which such lie, of which each is checked")
+    _add_workers(parser)
+
+
+def _add_salvage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
-    parser.add_argument("--workers", type=_positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
+    _add_workers(parser)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{number} is less than 1")
-    return number
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=positive, metavar="N", help="threads that read (default: one a processor, 8 at most)")
 
 
 _COMMANDS = {
-    "verify": Command("check every byte of a checkpoint, and name all that is wrong", _add_directory, _verify),
-    "salvage": Command("list what is intact in a damaged checkpoint, and what is not", _add_directory, _salvage),
+    "verify": Command("check every byte of a checkpoint, and name all that is wrong", _add_verify, _verify),
+    "salvage": Command("list what is intact in a damaged checkpoint, and what is not", _add_salvage, _salvage),
     "inspect": INSPECT,
     "diff": DIFF,
     "convert": CONVERT,
+    "plan": PLAN,
+    "plot": PLOT,
 }
 
 
@@ -63,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(describe_error(error))
-    print(json.dumps(report.to_json(), indent=1) if parsed.json else report)
+    show(report, as_json=parsed.json)
     return GOOD if is_good else FOUND
 
 

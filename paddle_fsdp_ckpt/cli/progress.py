@@ -1,36 +1,63 @@
-"""A line that says how far a command is, on a terminal only."""
+"""How far a command is, on a terminal only: a bar where ``rich`` is installed (the extra ``cli``), else a line."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
+
+ShowProgress = Callable[[int, int], None]
+"""Takes how many bytes are done, and how many there are."""
 
 _PAUSE_SECONDS = 0.1
 
 
-class ProgressLine:
-    """Shows how many bytes are checked, rewriting its line; leaves nothing behind. Where there is no terminal it shows nothing."""
+@contextmanager
+def showing_progress(stream: TextIO) -> Iterator[ShowProgress]:
+    """Yield what shows progress while the block runs, and leaves nothing behind; on no terminal it shows nothing."""
+    if not stream.isatty():
+        yield _show_nothing
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+    except ImportError:
+        line = _Line(stream)
+        try:
+            yield line.show
+        finally:
+            line.clear()
+        return
+    columns = (BarColumn(), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show_nothing(done: int, total: int) -> None:
+    """Where nobody looks."""
+
+
+class _Line:
+    """One line that is written anew again and again."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_terminal = stream.isatty()
         self._next = 0.0
 
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._is_terminal and self._next:
-            self._show("")
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes are checked."""
+    def show(self, done: int, total: int) -> None:
+        """Show it, unless that was done a moment ago."""
         now = time.monotonic()
-        if self._is_terminal and now >= self._next:
+        if now >= self._next:
             self._next = now + _PAUSE_SECONDS
-            self._show(f"{100 * done // max(1, total)} % of {total / 2**20:.0f} MiB")
+            self._write(f"{100 * done // max(1, total)} % of {total / 2**20:.0f} MiB")
 
-    def _show(self, text: str) -> None:
+    def clear(self) -> None:
+        """Leave nothing behind."""
+        if self._next:
+            self._write("")
+
+    def _write(self, text: str) -> None:
         self._stream.write(f"\r\x1b[K{text}")
         self._stream.flush()

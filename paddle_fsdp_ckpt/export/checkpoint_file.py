@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -12,7 +13,7 @@ from ..storage.digests import Digester
 from ..storage.format import MANIFEST_NAME, FileRecord, Manifest, rank_file_name, utc_now
 from ..storage.header import encode_header, in_file_order
 from ..version import __version__
-from .safetensors_files import OutputTensor
+from .output import OutputTensor, blocks_in_order
 
 
 def write_checkpoint(
@@ -20,6 +21,8 @@ def write_checkpoint(
     tensors: Sequence[OutputTensor],
     tied: Sequence[tuple[str, ...]],
     progress: Callable[[int, int], None] | None = None,
+    *,
+    workers: int = 1,
 ) -> None:
     """Write tensors as the parameters of a checkpoint of one rank, without step and optimizer.
 
@@ -28,6 +31,7 @@ def write_checkpoint(
         tensors: each name once.
         tied: the sorted names of each tensor that has several.
         progress: called with the number of bytes written so far, and of all.
+        workers: see :func:`~.output.blocks_in_order`.
 
     Raises:
         CheckpointError: a name that the format can't hold, or more than it can.
@@ -43,11 +47,11 @@ def write_checkpoint(
     total = sum(one.nbytes for one in tensors)
     done = 0
     path = directory / rank_file_name(0)
-    with open(path, "xb") as file:
+    with open(path, "xb") as file, closing(blocks_in_order([tensors[number] for number in order], workers)) as made:
         file.write(header)
         digester.update(memoryview(header))
-        for number in order:
-            for block in tensors[number].blocks():
+        for _, blocks in made:
+            for block in blocks:
                 digester.update(block)
                 done += file.write(block)
                 if progress is not None:

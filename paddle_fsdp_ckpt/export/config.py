@@ -52,15 +52,30 @@ class ModelConfig:
         """Return a field, from the innermost object that has it; None where none has."""
         return next((level[name] for level in self.levels if level.get(name) is not None), None)
 
-    def count(self, name: str) -> int:
-        """Return a field that must be a whole number from 1 on.
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a field that must be a whole number from 1 on; where it is missing, the default, if there is one.
 
         Raises:
             CheckpointError: it is missing or something else.
         """
         value = self.get(name)
+        if value is None and default is not None:
+            return default
         if type(value) is not int or value < 1:
             raise CheckpointError(f"'{self.path}' has {name} = {value!r:.100}, and a whole number from 1 on is needed")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a field that must be true or false, or the default where it is missing.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise CheckpointError(f"'{self.path}' has {name} = {value!r:.100}, and true or false is needed")
         return value
 
 
@@ -73,6 +88,17 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / CONFIG_NAME
     if not path.is_file():
         raise CheckpointError(f"there is no '{path}'; --config wants the directory of a model in Hugging Face's form")
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """Read a ``config.json``.
+
+    Raises:
+        CheckpointError: it isn't there, or is malformed.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"there is no file '{path}'; give the config.json of a model in Hugging Face's form")
     if path.stat().st_size > _MAX_NBYTES:
         raise CheckpointError(f"'{path}' has {path.stat().st_size} bytes, which no model's configuration has; it was not read")
     try:

@@ -14,10 +14,12 @@ from ..storage.format import BaseParameter, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.stock import open_index
 from .statistics import as_float64
-from .text import table
+from .text import Block, BlockReport, Table
 from .values import Array, Part, check_values, iter_values, whole_piece
 
 _SHOWN = 20
+_WIDTH = 100
+_NOTHING = "-"
 _OPTIMIZER = "optimizer"
 
 
@@ -30,9 +32,12 @@ class FactDifference:
     other: JsonValue
     parameters: int | None = None
 
-    def __str__(self) -> str:
-        of = "" if self.parameters is None else f" (of {self.parameters} parameters)"
-        return f"{self.what}{of}: {_brief(self.one)} and {_brief(self.other)}"
+    def rows(self) -> Iterator[list[str]]:
+        """Yield a row of cells for each value in it that differs: what it is, of how many parameters, and both values."""
+        of = "" if self.parameters is None else f"{self.parameters:,}"
+        for path, one, other in _leaves(self.what, self.one, self.other):
+            if (_brief(one), _brief(other)) != (_NOTHING, _NOTHING):
+                yield [path, of, _brief(one), _brief(other)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class ValueDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(BlockReport):
     """In what two checkpoints differ.
 
     Attributes:
@@ -91,27 +96,34 @@ class Difference:
         """Return the report as plain JSON data."""
         return asdict(self) | {"one": str(self.one), "other": str(self.other), "is_none": self.is_none}
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def blocks(self) -> Iterator[Block]:
+        """Yield what only one has, then in what both differ, values last."""
         if self.is_none:
             yield f"no difference: {self.compared} keys, equal bit for bit"
             return
-        for path, keys in ((self.one, self.only_one), (self.other, self.only_other)):
+        yield f"A  '{self.one}'"
+        yield f"B  '{self.other}'"
+        for name, keys in (("A", self.only_one), ("B", self.only_other)):
             if keys:
-                yield f"only in '{path}', {len(keys)} keys: {listing(keys)}"
-        for what, several in (("", self.facts), ("shape of ", self.shapes), ("dtype of ", self.dtypes)):
-            yield from (f"{what}{one}" for one in several[:_SHOWN])
-            if len(several) > _SHOWN:
-                yield f"... and {len(several) - _SHOWN} more"
+                yield f"only in {name}, {len(keys)} keys: {listing(keys)}"
+        for title, several in (("", self.facts), ("shape of", self.shapes), ("dtype of", self.dtypes)):
+            if several:
+                yield ""
+                # The number of parameters is said where there is one: of hyper-parameters.
+                titles = [title, "parameters", "A", "B"]
+                rows = [row for one in several[:_SHOWN] for row in one.rows()]
+                columns = [i for i in range(4) if i != 1 or any(row[1] for row in rows)]
+                yield Table([titles[i] for i in columns], [[row[i] for i in columns] for row in rows])
+                if len(several) > _SHOWN:
+                    yield f"... and {len(several) - _SHOWN} more"
+        yield ""
         yield f"the values of {len(self.values)} of {self.compared} keys differ"
         if self.values:
             rows = [
                 [one.key, f"{one.differing:,} of {one.numel:,}", f"{one.largest:.3g}", f"{one.largest_relative:.3g}", str(one.not_finite)]
                 for one in self.values[:_SHOWN]
             ]
-            yield from table(["key", "elements", "largest", "relative", "not finite"], rows, right={1, 2, 3, 4})
+            yield Table(["key", "elements", "largest", "relative", "not finite"], rows, right={1, 2, 3, 4})
             if len(self.values) > _SHOWN:
                 yield f"... and {len(self.values) - _SHOWN} more"
 
@@ -243,6 +255,24 @@ def _plain(value: JsonValue) -> str:
     return repr(value) if not isinstance(value, dict) else repr(sorted((name, _plain(item)) for name, item in value.items()))
 
 
+def _leaves(path: str, one: JsonValue, other: JsonValue) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    """Yield what differs inside of two values, with the way there; of what only one has, all of it."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in [*one, *(name for name in other if name not in one)]:
+            mine, theirs = one.get(name), other.get(name)
+            if _plain(mine) != _plain(theirs) or (name in one) != (name in other):
+                yield from _leaves(f"{path}.{name}", mine, theirs)
+    else:
+        yield path, one, other
+
+
 def _brief(value: JsonValue) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    text = _NOTHING if value is None else _inline(value)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def _inline(value: JsonValue) -> str:
+    """Return a value as people write it: a dict's items without braces."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_inline(item)}" for name, item in value.items() if item is not None) or _NOTHING
+    return str(value)

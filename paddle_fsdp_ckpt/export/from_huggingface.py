@@ -57,6 +57,7 @@ def import_huggingface(
     recipe: str = AUTO,
     dtype: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    workers: int = 1,
 ) -> ImportReport:
     """Write the model in a directory with safetensors files as a checkpoint of one rank, as a whole or not at all.
 
@@ -70,6 +71,7 @@ def import_huggingface(
         dtype: Paddle's name of a floating point type that all floating point tensors get, rounded to the nearest, ties to even; by default
             each keeps its own.
         progress: called now and then with the number of bytes written so far, and of all.
+        workers: how many threads read and convert; with more than one, each holds some tensors whole.
 
     Raises:
         TargetExistsError: ``out`` is there and not empty.
@@ -85,7 +87,7 @@ def import_huggingface(
     reader = TensorReader(index, dtype)
     tensors = [reader.output(source) for source in sources]
     with new_directory(Path(out)) as staging:
-        write_checkpoint(staging, tensors, tied, progress)
+        write_checkpoint(staging, tensors, tied, progress, workers=workers)
         reader.check_overflows()
     return ImportReport(directory, Path(out), chosen.name, len(tensors), sum(one.nbytes for one in tensors), tuple(tied))
 

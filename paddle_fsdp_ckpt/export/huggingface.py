@@ -18,9 +18,11 @@ from .lora import fits_recipe, is_lora_key, unwrapped
 from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
+from .optimizer_tensors import OPTIMIZER_DIRECTORY, optimizer_tensors, write_optimizer
+from .output import OutputTensor
 from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe
-from .safetensors_files import INDEX_NAME, OutputTensor, write_files
+from .safetensors_files import INDEX_NAME, write_files
 from .tensors import TensorReader
 from .values import check_values
 
@@ -41,6 +43,8 @@ class ExportReport:
         files: their names, all.
         tied: name of a tensor that was left out -> the one that it is.
         notes: what the caller should know, in sentences.
+        optimizer_tensors: how many tensors with states.
+        optimizer_nbytes: of their values.
     """
 
     source: Path
@@ -51,6 +55,8 @@ class ExportReport:
     files: tuple[str, ...]
     tied: dict[str, str]
     notes: tuple[str, ...]
+    optimizer_tensors: int = 0
+    optimizer_nbytes: int = 0
 
     def to_json(self) -> JsonValue:
         """Return the report as plain JSON data."""
@@ -58,6 +64,10 @@ class ExportReport:
 
     def __str__(self) -> str:
         lines = [f"'{self.path}': {self.tensors} tensors, {self.nbytes} bytes in {len(self.files)} files, by the recipe '{self.recipe}'"]
+        if self.optimizer_tensors:
+            lines.append(
+                f"- {self.optimizer_tensors} tensors with optimizer states, {self.optimizer_nbytes} bytes, in {OPTIMIZER_DIRECTORY}/"
+            )
         lines += [f"- {name} is {other}, and written once" for name, other in self.tied.items()]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
 
@@ -76,6 +86,8 @@ def export_huggingface(
     allow_other_base: bool = False,
     max_shard_nbytes: int = DEFAULT_MAX_SHARD_NBYTES,
     progress: Callable[[int, int], None] | None = None,
+    optimizer: bool = False,
+    workers: int = 1,
 ) -> ExportReport:
     """Write the model of a checkpoint as ``model-00001-of-0000N.safetensors`` files and their index, as a whole or not at all.
 
@@ -96,6 +108,8 @@ def export_huggingface(
         allow_other_base: merge into a base that is not what it was when the adapters were saved.
         max_shard_nbytes: how many bytes of values a file has at most; a larger tensor gets a file of its own.
         progress: called now and then with the number of bytes written so far, and of all.
+        optimizer: write the optimizer's states too, into the directory ``optimizer`` in there; see :mod:`.optimizer_tensors`.
+        workers: how many threads read and convert; with more than one, each holds some tensors whole.
 
     Raises:
         TargetExistsError: ``out`` is there and not empty.
@@ -107,9 +121,12 @@ def export_huggingface(
     if max_shard_nbytes < 1:
         raise CheckpointError(f"a file can't have {max_shard_nbytes} bytes at most")
     index = open_index(Path(path))
+    contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
     chosen = choose_recipe(recipe, model_config)
-    contents, adapted = contents_of(index), None
+    adapted = None
+    if optimizer and (base is not None or merge_lora):
+        raise CheckpointError("LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer out")
     if base is not None or merge_lora:
         adapted = adapted_model(
             unwrapped(index, fits_recipe(chosen)) if base is None else index,
@@ -122,13 +139,21 @@ def export_huggingface(
     else:
         _check_not_adapted(index, contents, chosen)
     model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
-    check_values(index, sorted({source.slab.key for source in model.sources}))
+    states = optimizer_tensors(index, contents, chosen, model_config) if optimizer else None
+    sources = [*model.sources, *(states.sources if states is not None else ())]
+    check_values(index, sorted({source.slab.key for source in sources}))
     reader = TensorReader(index, dtype) if adapted is None else MergingReader(adapted, dtype)
     tensors = [reader.output(source) for source in model.sources]
     merged = [] if adapted is None else [f"{len(adapted.adapters)} LoRA adapters were merged"]
+    model_nbytes, states_nbytes = sum(tensor.nbytes for tensor in tensors), 0 if states is None else states.nbytes
+    shown = _Parts(progress, model_nbytes + states_nbytes)
     with new_directory(Path(out)) as staging:
-        files = write_files(staging, tensors, max_shard_nbytes, model.tied, progress)
+        files = write_files(staging, tensors, max_shard_nbytes, model.tied, shown.show, workers=workers)
         reader.check_overflows()
+        if states is not None:
+            shown.begin_second(model_nbytes)
+            written = write_optimizer(staging, index, states, max_shard_nbytes, shown.show, workers=workers)
+            files += [f"{OPTIMIZER_DIRECTORY}/{name}" for name in written]
         companions = [] if config is None else companion_files(Path(config))
         for companion in companions:
             shutil.copyfile(companion, staging / companion.name)
@@ -138,10 +163,12 @@ def export_huggingface(
         path=Path(out),
         recipe=chosen.name,
         tensors=len(tensors),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
+        nbytes=model_nbytes,
         files=(*files, INDEX_NAME, *(companion.name for companion in companions)),
         tied=model.tied,
-        notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config)),
+        notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config), *(() if states is None else states.notes)),
+        optimizer_tensors=0 if states is None else len(states.sources),
+        optimizer_nbytes=states_nbytes,
     )
 
 
@@ -159,3 +186,21 @@ def _dtype_notes(tensors: list[OutputTensor], config: ModelConfig | None) -> lis
     wanted = None if config is None else config.get("dtype") or config.get("torch_dtype")
     found = sorted({tensor.dtype for tensor in tensors})
     return [f"config.json says dtype {wanted!r:.100}, and the tensors are {' and '.join(found)}"] if wanted and found != [wanted] else []
+
+
+class _Parts:
+    """Progress over two parts, one after the other, as one."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._before = 0
+
+    def begin_second(self, before: int) -> None:
+        """What comes now is beside the bytes of the first."""
+        self._before = before
+
+    def show(self, done: int, _: int) -> None:
+        """Show how far the part is."""
+        if self._progress is not None:
+            self._progress(self._before + done, self._total)

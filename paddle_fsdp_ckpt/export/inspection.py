@@ -5,23 +5,26 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, listing
-from ..storage.format import DTYPE_NBYTES, MANIFEST_NAME, BaseParameter, JsonValue, parse_left_over
+from ..storage.format import DTYPE_NBYTES, BaseParameter, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
-from ..storage.stock import is_stock, open_index
+from ..storage.stock import open_index
 from .contents import Contents, contents_of
+from .roots import checkpoints_in
 from .statistics import Statistics, statistics_of
-from .text import size_text, table
+from .text import Block, BlockReport, Table, size_text
 from .values import whole_piece
 
 _MODEL, _MASTERS = "parameters and buffers", "master weights"
 _MANY = 1000
+_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class KeyDescription:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(BlockReport):
     """What a checkpoint directory holds.
 
     Attributes:
@@ -118,10 +121,8 @@ class Inspection:
         """Return the report as plain JSON data."""
         return asdict(self) | {"path": str(self.path), "is_good": self.is_good}
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def blocks(self) -> Iterator[Block]:
+        """Yield what there is to know, the most important first."""
         yield f"'{self.path}': {self.kind}"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         facts = [("step", "not noted" if self.step is None else str(self.step)), ("saved by", ranks)]
@@ -136,34 +137,34 @@ class Inspection:
         yield from (f"  {name:<9} {value}" for name, value in facts)
         rows = [[one.kind, one.dtype, f"{one.keys:,}", f"{one.elements:,}", size_text(one.nbytes)] for one in self.amounts]
         yield ""
-        yield from table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
+        yield Table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
         for optimizer in self.optimizers:
             yield ""
-            yield f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}"
+            yield from _wrap(f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}", "")
             for group in optimizer.groups:
-                yield f"  {group.parameters} parameters: {_brief(group.settings)}"
+                yield from _wrap(f"{group.parameters} parameters: {_brief(group.settings)}", "  ")
         if self.keys:
             yield ""
-            yield from self._key_table()
+            yield self._key_table()
 
     def _health(self) -> str:
         if self.problems:
             return f"{len(self.problems)} keys are not whole: {listing(self.problems)}"
         return "sizes and headers are right and every key is whole; values are checked by `paddle-fsdp-ckpt verify`"
 
-    def _key_table(self) -> list[str]:
+    def _key_table(self) -> Table:
         titles = ["key", "dtype", "shape", "saved by rank"]
         rows = [[one.key, one.dtype, str(list(one.shape)), "; ".join(one.ranges)] for one in self.keys]
         if any(one.statistics is not None for one in self.keys):
             titles[3:] = ["min", "max", "mean", "NaN", "infinite"]
             for row, one in zip(rows, self.keys, strict=True):
                 row[3:] = _statistics_cells(one.statistics)
-            return table(titles, rows, right=range(3, 8))
-        return table(titles, rows)
+            return Table(titles, rows, right=range(3, 8))
+        return Table(titles, rows)
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(BlockReport):
     """The checkpoints in a directory.
 
     Attributes:
@@ -186,7 +187,8 @@ class Steps:
         checkpoints = [one.to_json() for one in self.checkpoints]
         return {"path": str(self.path), "checkpoints": checkpoints, "problems": list(self.problems), "is_good": self.is_good}
 
-    def __str__(self) -> str:
+    def blocks(self) -> Iterator[Block]:
+        """Yield a table of the checkpoints, and what is wrong with others."""
         rows = [
             [
                 "-" if one.step is None else str(one.step),
@@ -198,8 +200,10 @@ class Steps:
             ]
             for one in self.checkpoints
         ]
-        lines = table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
-        return "\n".join([f"'{self.path}': {len(rows)} checkpoints", "", *lines, *(f"- {problem}" for problem in self.problems)])
+        yield f"'{self.path}': {len(rows)} checkpoints"
+        yield ""
+        yield Table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
+        yield from (f"- {problem}" for problem in self.problems)
 
 
 def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics: bool = False) -> Inspection | Steps:
@@ -214,7 +218,7 @@ def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics
         CheckpointError: there is no checkpoint, or its headers can't be read.
     """
     directory = Path(path)
-    inside = [] if is_checkpoint(directory) else list(_checkpoints_in(directory))
+    inside = checkpoints_in(directory)
     if not inside:
         return _inspect(directory, ("*" if keys is None else keys) if keys is not None or statistics else None, statistics=statistics)
     if keys is not None or statistics:
@@ -229,16 +233,6 @@ def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
     return Steps(directory, tuple(found), tuple(problems))
-
-
-def is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory looks like a checkpoint, ours or stock Paddle's."""
-    return os.path.lexists(directory / MANIFEST_NAME) or is_stock(directory)
-
-
-def _checkpoints_in(directory: Path) -> Iterator[Path]:
-    if directory.is_dir() and parse_left_over(Path(os.path.abspath(directory)).name) is None:
-        yield from (one for one in sorted(directory.iterdir()) if parse_left_over(one.name) is None and is_checkpoint(one))
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -312,6 +306,11 @@ def _ranges(index: CheckpointIndex, key: str) -> Iterator[str]:
             box = f"{list(piece.local_shape)} at {list(piece.global_offset)}"
             part = box if piece.flat_range is None else f"{part} of {box}"
         yield f"{file_name.split('_')[0]}: {part}"
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    """Return a long line as several, those after the first further in."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_long_words=False)
 
 
 def _brief(value: JsonValue) -> str:

@@ -15,8 +15,8 @@ from ..storage.format import DTYPE_NBYTES, BaseParameter
 from ..storage.index import CheckpointIndex
 from .contents import Contents, contents_of
 from .lora import Adapter, find_adapters, is_lora_key, unwrapped, without_lora
+from .output import OutputTensor
 from .recipes.rules import TensorSource
-from .safetensors_files import OutputTensor
 from .statistics import as_float64
 from .tensors import TensorReader
 from .values import BATCH_NUMEL, Array, check_values, copy_transposed, iter_values, read_values, whole_piece
@@ -167,13 +167,17 @@ class MergingReader(TensorReader):
             yield np.ascontiguousarray(merged).reshape(-1).view(np.uint8).data
 
     def _factors_of(self, adapter: Adapter) -> tuple[Array, Array]:
-        """Return both matrices, the scaling in the first; the last ones are kept, for the parts of a fused weight."""
-        if self._factors is None or self._factors[0] is not adapter:
+        """Return both matrices, the scaling in the first; the last ones are kept, for the parts of a fused weight.
+
+        Threads may ask at once.
+        """
+        factors = self._factors
+        if factors is None or factors[0] is not adapter:
             a, b = (
                 as_float64(read_values(self._model.adapted, one), one.dtype).reshape(one.global_shape) for one in (adapter.a, adapter.b)
             )
-            self._factors = adapter, a * adapter.scaling, b
-        return self._factors[1:]
+            factors = self._factors = adapter, a * adapter.scaling, b
+        return factors[1:]
 
     def _columns(self, source: TensorSource, a: Array, b: Array) -> Iterator[Array]:
         """Yield the tensor, which lies the other way round, a strip of rows at a time, each a strip of columns of the weight."""

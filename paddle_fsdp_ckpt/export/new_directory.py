@@ -38,8 +38,10 @@ def new_directory(path: Path) -> Iterator[Path]:
         _check_free(target)
         os.rename(staging, target)
         sync(target.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write doesn't say to where
+            error.filename = str(target)
         raise
 
 

@@ -6,38 +6,30 @@ The form is https://github.com/huggingface/safetensors#format: length, header, d
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..storage.format import DTYPE_CODES, DTYPE_NBYTES
 from ..storage.header import LENGTH_NBYTES, MAX_HEADER_NBYTES, METADATA_KEY
+from .output import OutputTensor, blocks_in_order
 
-INDEX_NAME = "model.safetensors.index.json"
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor that is to be written.
+def index_name(stem: str) -> str:
+    """Return the name of the file that says which file has which tensor."""
+    return f"{stem}.safetensors.index.json"
 
-    Attributes:
-        name: of the tensor.
-        dtype: Paddle's dtype name.
-        shape: of the tensor.
-        nbytes: how many bytes its values have.
-        blocks: yields them, row-major.
-    """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    blocks: Callable[[], Iterator[memoryview]]
+MODEL = "model"
+"""What the names of the files with a model begin with."""
+
+INDEX_NAME = index_name(MODEL)
 
 
 def write_files(
@@ -46,6 +38,9 @@ def write_files(
     max_file_nbytes: int,
     notes: Mapping[str, str],
     progress: Callable[[int, int], None] | None = None,
+    *,
+    stem: str = MODEL,
+    workers: int = 1,
 ) -> list[str]:
     """Write tensors, in this order, into as many files as it takes, and the index of them; all reach the disk.
 
@@ -55,6 +50,8 @@ def write_files(
         max_file_nbytes: how many bytes of values a file has at most; a larger tensor gets a file of its own.
         notes: for the headers.
         progress: called with the number of bytes written so far, and of all.
+        stem: what the files' names begin with.
+        workers: see :func:`~.output.blocks_in_order`.
 
     Returns:
         The names of the files with tensors.
@@ -66,15 +63,20 @@ def write_files(
     shards = list(_shards(tensors, max_file_nbytes))
     if not shards:
         raise CheckpointError("there is not one tensor to write")
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     done = 0
-    for name, shard in zip(names, shards, strict=True):
-        write_file(directory / name, shard, notes, None if progress is None else partial(_shift, progress, done, total))
-        done += sum(tensor.nbytes for tensor in shard)
+
+    def show(nbytes: int) -> None:
+        if progress is not None:
+            progress(done + nbytes, total)
+
+    with closing(blocks_in_order([tensor for shard in shards for tensor in shard], workers)) as made:
+        for name, shard in zip(names, shards, strict=True):
+            done += _write_file(directory / name, _header(shard, notes), itertools.islice(made, len(shard)), show)
     weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    with open(directory / INDEX_NAME, "x", encoding="utf-8") as file_of_index:
+    with open(directory / index_name(stem), "x", encoding="utf-8") as file_of_index:
         json.dump(index, file_of_index, indent=2, ensure_ascii=False)
         file_of_index.write("\n")
         file_of_index.flush()
@@ -88,24 +90,32 @@ def write_file(
     """Write one file of tensors, largest elements first, and bring it to the disk; arguments as for :func:`write_files`."""
     tensors = _aligned(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
-    done = 0
+
+    def show(nbytes: int) -> None:
+        if progress is not None:
+            progress(nbytes, total)
+
+    _write_file(path, _header(tensors, notes), blocks_in_order(tensors, 1), show)
+
+
+def _write_file(
+    path: Path, header: bytes, tensors: Iterable[tuple[OutputTensor, Iterable[memoryview]]], show: Callable[[int], None]
+) -> int:
+    """Write one file, and return how many bytes of values it has."""
+    total = 0
     with open(path, "xb") as file:
-        file.write(_header(tensors, notes))
-        for tensor in tensors:
+        file.write(header)
+        for tensor, blocks in tensors:
             written = 0
-            for block in tensor.blocks():
+            for block in blocks:
                 written += file.write(block)
-                if progress is not None:
-                    progress(done + written, total)
+                show(total + written)
             if written != tensor.nbytes:
                 raise AssertionError(f"{tensor.name}: {written} bytes written instead of {tensor.nbytes}")
-            done += written
+            total += written
         file.flush()
         os.fsync(file.fileno())
-
-
-def _shift(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
+    return total
 
 
 def _shards(tensors: Iterable[OutputTensor], max_file_nbytes: int) -> Iterator[list[OutputTensor]]:
@@ -113,12 +123,12 @@ def _shards(tensors: Iterable[OutputTensor], max_file_nbytes: int) -> Iterator[l
     room = max_file_nbytes
     for tensor in tensors:
         if shard and tensor.nbytes > room:
-            yield shard
+            yield _aligned(shard)
             shard, room = [], max_file_nbytes
         shard.append(tensor)
         room -= tensor.nbytes
     if shard:
-        yield shard
+        yield _aligned(shard)
 
 
 def _aligned(shard: Sequence[OutputTensor]) -> list[OutputTensor]:

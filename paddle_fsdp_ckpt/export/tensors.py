@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,16 +15,16 @@ from ..storage.casts import can_cast, convert
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.plan import FLOATING_DTYPES
+from .output import OutputTensor
 from .recipes.rules import TensorSource
-from .safetensors_files import OutputTensor
 from .values import BATCH_NUMEL, Array, copy_transposed, iter_values, read_pieces
 
 
 class TensorReader:
     """Reads the tensors of one checkpoint.
 
-    It keeps the last slab that was read whole, since the parts of a fused one come one after another; small slabs are read together with
-    those that are to be written next.
+    Small slabs that come one after another are a batch, which is read at once. Each thread keeps the last batch that it read, since the
+    parts of a fused slab come one after another.
 
     Args:
         index: of the checkpoint.
@@ -39,18 +40,19 @@ class TensorReader:
         self._index = index
         self._dtype = dtype
         self._overflows: dict[str, int] = {}
-        self._slabs: dict[Piece, Array] = {}
-        self._positions: dict[Piece, int] = {}
-        self._order: list[Piece] = []
+        self._kept = _KeptBatch()
+        self._batch_of: dict[Piece, int] = {}
+        self._batches: list[list[Piece]] = []
+        self._room = 0
 
     def output(self, source: TensorSource) -> OutputTensor:
         """Return a tensor as it is to be written; its values are read when they are."""
-        if source.slab not in self._positions:
-            self._positions[source.slab] = len(self._order)
-            self._order.append(source.slab)
+        batch = self._place(source.slab)
         stored = source.slab.dtype
         dtype = self._dtype if self._dtype is not None and stored in FLOATING_DTYPES else stored
-        return OutputTensor(source.name, dtype, source.shape, source.numel * DTYPE_NBYTES[dtype], lambda: self._blocks(source, dtype))
+        return OutputTensor(
+            source.name, dtype, source.shape, source.numel * DTYPE_NBYTES[dtype], batch, lambda: self._blocks(source, dtype)
+        )
 
     def check_overflows(self) -> None:
         """Raise where finite values, of tensors that were written so far, were too large for their dtype.
@@ -95,19 +97,30 @@ class TensorReader:
                 yield block
 
     def _read_slab(self, slab: Piece) -> Array:
-        if slab not in self._slabs:
-            self._slabs = {}  # before the next are made
-            batch = self._batch(slab)
-            self._slabs = dict(zip(batch, read_pieces(self._index, batch), strict=True))
-        return self._slabs[slab]
+        number = self._batch_of[slab]
+        if self._kept.number != number:
+            self._kept.number, self._kept.slabs = None, {}  # before the next are made
+            batch = self._batches[number]
+            self._kept.slabs = dict(zip(batch, read_pieces(self._index, batch), strict=True))
+            self._kept.number = number
+        return self._kept.slabs[slab]
 
-    def _batch(self, first: Piece) -> list[Piece]:
-        """Return a slab and, while they are few elements together, those that come next."""
-        batch: list[Piece] = []
-        room = BATCH_NUMEL
-        for slab in self._order[self._positions[first] :]:
-            if batch and slab.numel > room:
-                break
-            batch.append(slab)
-            room -= slab.numel
-        return batch
+    def _place(self, slab: Piece) -> int:
+        """Return the number of the batch that a slab is in; a new one comes into the last, while those are few elements together."""
+        if slab not in self._batch_of:
+            if slab.numel > self._room:
+                self._batches.append([])
+                self._room = BATCH_NUMEL
+            self._batches[-1].append(slab)
+            self._room -= slab.numel
+            self._batch_of[slab] = len(self._batches) - 1
+        return self._batch_of[slab]
+
+
+class _KeptBatch(threading.local):
+    """The batch that a thread read last."""
+
+    number: int | None = None
+
+    def __init__(self) -> None:
+        self.slabs: dict[Piece, Array] = {}

@@ -1,8 +1,11 @@
-"""Numbers and tables as people read them."""
+"""Numbers, tables and reports as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
@@ -15,11 +18,42 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table; columns whose numbers are in ``right`` are aligned there."""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    lines = []
-    for row in (titles, *rows):
-        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        titles: of the columns.
+        rows: as many cells each.
+        right: the numbers of the columns that are aligned on the right.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Collection[int] = ()
+
+    def lines(self) -> list[str]:
+        """Return it as plain text."""
+        widths = [max(map(len, column)) for column in zip(self.titles, *self.rows, strict=True)]
+        lines = []
+        for row in (self.titles, *self.rows):
+            cells = [
+                cell.rjust(width) if i in self.right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return lines
+
+
+Block: TypeAlias = "str | Table"
+"""A line of text, or a table."""
+
+
+class BlockReport(ABC):
+    """A report that consists of lines and tables."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[Block]:
+        """Yield its lines and tables, from the top."""
+
+    def __str__(self) -> str:
+        return "\n".join(line for block in self.blocks() for line in ([block] if isinstance(block, str) else block.lines()))

@@ -40,13 +40,21 @@ def test_exit_status_and_output(checkpoint: Path, tmp_path: Path, capsys: pytest
     assert output.err.startswith("paddle-fsdp-ckpt: ")
     assert output.err.count("\n") == 1
     command[4] = str(tmp_path / "other")
-    assert main([*command, "--json", "--dtype", "bf16", "--max-shard-size", "1KiB"]) == 0
+    assert main([*command, "--json", "--dtype", "bf16", "--max-shard-size", "1KiB", "--workers", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["path"] == str(tmp_path / "other")
     assert report["nbytes"] == 12
 
 
-@pytest.mark.parametrize("options", [["--max-shard-size", "5XB"], ["--max-shard-size", "0"], ["--dtype", "int8"], ["--to", "onnx"]])
+@pytest.mark.parametrize("option", [["--optimizer"], ["--master-weights"], ["--config", "x"], ["--max-shard-size", "1GB"]])
+def test_what_is_for_hugging_face_only(option: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(checkpoint), "--to", "fc", str(tmp_path / "model"), *option]) == 2
+    assert f"{option[0]} is for --to hf; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--workers", "0"], ["--max-shard-size", "5XB"], ["--max-shard-size", "0"], ["--dtype", "int8"], ["--to", "onnx"]]
+)
 def test_a_wrong_command_line_is_2(options: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["convert", str(checkpoint), "--to", "hf", str(tmp_path / "model"), *options])

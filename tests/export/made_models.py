@@ -157,3 +157,26 @@ def load_where_paddle_cut(path: str, shapes: Mapping[str, tuple[int, ...]]) -> i
             right = np.arange(np.prod(shapes[name]), dtype=np.float32)
             np.testing.assert_array_equal(weight.local_tensor.numpy(), right[weight.flattened_range])
         return sum(int(weight.local_tensor.size) for weight in weights.values())
+
+
+def save_states(path: str, arrays: Mapping[str, np.ndarray], optimizer: str, factors: Mapping[str, float]) -> None:
+    """Save with an optimizer whose states have each element of their parameter times a factor."""
+    model = build(arrays, "float32", {})
+    stepper = getattr(paddle.optimizer, optimizer)(learning_rate=0.5, parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    for key, weight in ckpt.optimizer_sharded_state_dict(stepper).items():
+        owner, _, state = key.rpartition(".")
+        factor = factors.get(state.removesuffix("_0"))
+        if factor is not None:
+            flat = arrays[owner].reshape(-1) * np.float32(factor)
+            here = flat[weight.flattened_range] if weight.is_flattened else flat[slice_of(weight)]
+            paddle.assign(paddle.to_tensor(here.reshape(weight.local_tensor.shape)), output=weight.local_tensor)
+    ckpt.save(path, model=model, optimizer=stepper, step=3)
+
+
+def slice_of(weight: Any) -> slice:
+    """Which elements of the flattened parameter a whole, or stacked, state has here."""
+    if tuple(weight.local_shape) == tuple(weight.global_shape):
+        return slice(None)
+    return slice(weight.global_offset[1], weight.global_offset[1] + weight.local_shape[1])

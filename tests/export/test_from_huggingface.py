@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from safetensors.numpy import save_file
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
+from paddle_fsdp_ckpt.storage.format import rank_file_name
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]
@@ -144,3 +149,39 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for option in (["--master-weights"], ["--config", "x"], ["--max-shard-size", "5GB"]):
         assert main([*command[:-1], str(tmp_path / "other"), *option]) == 2
         assert "is for --to hf" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_killed_conversion_leaves_no_checkpoint(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", published("qwen3"), config_of("qwen3"))
+    script = """
+        import os, signal, sys
+        from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
+        import_huggingface(sys.argv[1], sys.argv[2], workers=2, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+        """
+    assert run(script, model, tmp_path / "saved").returncode == -signal.SIGKILL
+    assert not (tmp_path / "saved").exists()
+    assert len(os.listdir(tmp_path)) == 2
+    import_huggingface(model, tmp_path / "saved", workers=2)
+    assert sorted(os.listdir(tmp_path)) == ["model", "saved"]
+    import_huggingface(model, tmp_path / "again")
+    name = rank_file_name(0)
+    assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", {"a": np.zeros((100, 100), np.float32), "b": np.zeros((100, 100), np.float32)}, None)
+    script = """
+        import resource, sys
+        from paddle_fsdp_ckpt.cli.main import main
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        sys.exit(main(["convert", sys.argv[1], "--to", "fc", sys.argv[2], "--recipe", "none", "--workers", "2"]))
+        """
+    done = run(script, model, tmp_path / "saved")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"paddle-fsdp-ckpt: OSError: [Errno 27] File too large: '{tmp_path / 'saved'}'; ")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def run(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60, check=False)

@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, ranks: Ranks) -> None:
         """
     done = run_without_paddle(script, str(tmp_path / "saved"), str(tmp_path / "model"))
     assert done.returncode == 2
-    assert done.stderr.startswith("paddle-fsdp-ckpt: OSError: [Errno 27] File too large")
+    assert done.stderr.startswith(f"paddle-fsdp-ckpt: OSError: [Errno 27] File too large: '{tmp_path / 'model'}'; ")
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["saved"]
 
