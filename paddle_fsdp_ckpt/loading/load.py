@@ -20,6 +20,7 @@ from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_r
 from ..storage.agreement import exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
+from ..storage.index import without_garbage_collection
 from ..storage.problems import OtherProblem, merge_problems
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Stepper, Subjects, check_subjects
@@ -117,7 +118,8 @@ def load(
             told.append(own_sums(subjects, _base_parts(subjects, plan)) if plan.base else None)
             return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json(), "base": told[0]}
 
-        verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
+        with without_garbage_collection():
+            verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
         if planned[0][1].base:
             note_told(planned[0][0], told[0])
         if verdict["problems"] is not None:
@@ -125,7 +127,8 @@ def load(
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
     try:
-        exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
+        with without_garbage_collection():
+            exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
     except RankFailedError as error:
         if PARTIAL_STATE in str(error):
             raise

@@ -134,7 +134,7 @@ def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> l
         raise ValueError(f"there are {len(plan.targets)} targets and {len(destinations)} destinations; give each target one")
     buffers = []
     for target, destination in zip(plan.targets, destinations, strict=True):
-        buffer = as_bytes(destination, f"the destination of '{target.key}'")
+        buffer = as_bytes(destination, target.key, "the destination of '{}'")
         nbytes = target.numel * DTYPE_NBYTES[target.dtype]
         if len(buffer) != nbytes:
             raise ValueError(f"the destination of '{target.key}' has {len(buffer)} bytes, and its target {nbytes}")
