@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from .layout import Range
@@ -38,12 +37,13 @@ class Piece:
     local_shape: tuple[int, ...]
     flat_range: Range | None = None
 
-    @cached_property
+    @property
     def numel(self) -> int:
         """How many elements the piece holds."""
-        return math.prod(self.local_shape) if self.flat_range is None else self.flat_range.numel
+        flat = self.flat_range
+        return math.prod(self.local_shape) if flat is None else flat.stop - flat.start
 
-    @cached_property
+    @property
     def box_range(self) -> Range:
         """The part of the flattened box that the piece holds: :attr:`flat_range`, or the whole box."""
         return Range(0, math.prod(self.local_shape)) if self.flat_range is None else self.flat_range

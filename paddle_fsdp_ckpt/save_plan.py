@@ -6,6 +6,7 @@ under the same names, each at the same address, of the same shape and dtype. Oth
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -164,7 +165,7 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
         memory.keep(tables, plan)
         return StoredTensors(plan, tables.tensors)
     tensors = [weight.local_tensor for weight in weights.values()]
-    whole = [_Source(number, 0, tensor._numel() * tensor.element_size()) for number, tensor in enumerate(tensors)]
+    whole = [_Source(number, 0, _nbytes(tensor)) for number, tensor in enumerate(tensors)]
     return StoredTensors(_plan(weights, whole, tensors), tensors)
 
 
@@ -181,14 +182,18 @@ def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tens
     return SavePlan(pieces, sources, plan_file(pieces if known else []), estimate_nbytes(pieces), views)
 
 
+def _nbytes(tensor: paddle.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
+
+
 def _find(weights: Mapping[str, ShardedWeight], tensors: Sequence[paddle.Tensor]) -> list[_Source] | None:
     """Return in which of the tensors the bytes of each weight lie; None where one lies in none of them."""
-    places = sorted((one.data_ptr(), number, one._numel() * one.element_size()) for number, one in enumerate(tensors))
+    places = sorted((one.data_ptr(), number, _nbytes(one)) for number, one in enumerate(tensors))
     addresses = [address for address, _, _ in places]
     sources = []
     for weight in weights.values():
         view = weight.local_tensor
-        address, nbytes = view.data_ptr(), view._numel() * view.element_size()
+        address, nbytes = view.data_ptr(), _nbytes(view)
         position = bisect_right(addresses, address) - 1
         if position < 0 or not view.is_contiguous():
             return None

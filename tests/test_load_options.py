@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "verify_first": False,
     "salvage": False,
     "allow_other_base": False,
+    "check_digests": True,
     "given": ["model", "optimizer"],
 }
 

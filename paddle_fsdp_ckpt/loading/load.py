@@ -44,6 +44,7 @@ def load(
     verify_first: bool = False,
     salvage: bool = False,
     allow_other_base: bool = False,
+    check_digests: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into a model and its optimizers, at any world size. All ranks must call it alike.
@@ -76,6 +77,8 @@ def load(
             ``allow_missing`` must say what may be, and is in the report's ``damaged``. Every rank reads the whole checkpoint first.
         allow_other_base: where the checkpoint was saved with ``trainable_only``, take the model's other parameters as they are, though they
             are not what they were then.
+        check_digests: whether what is read is compared with its digests. Without, damage of values is not found; that of manifest and
+            headers is.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -106,6 +109,7 @@ def load(
                 verify_first=verify_first,
                 salvage=salvage,
                 allow_other_base=allow_other_base,
+                check_digests=check_digests,
                 given=[name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
             )
             where = absolute_path(path)

@@ -172,8 +172,8 @@ def _start(stored: Stored) -> int:
 def _find_runs(index: CheckpointIndex, target: Piece, stored: Iterable[Stored], itemsize: int) -> list[_Run]:
     """Return where the target's elements lie, once for each time they are stored."""
     runs: list[_Run] = []
-    local_shape, offset = target.local_shape, target.global_offset
-    first, last = target.box_range.start, target.box_range.stop
+    local_shape, offset, flat = target.local_shape, target.global_offset, target.flat_range
+    first, last = (0, target.numel) if flat is None else (flat.start, flat.stop)
     for one in stored:
         file, box, box_start, box_stop, file_offset = one
         if box.local_shape == local_shape and box.global_offset == offset:
