@@ -16,8 +16,8 @@ from .sizes import FULL, Size
 _FUSED = "Paddle's fused runtime"
 _HOW = """\
 Contenders took turns in one run; seconds are medians of the rounds given, of the slowest rank. Saves wait for the disk (fsync). Loads read
-from the page cache, but for "cold". Memory is the kernel's VmHWM, reset before each call, less VmRSS at the call: the most of all rounds and
-ranks. Each process computes with one thread. A contender that needed long was asked less often."""
+from the page cache, but for "cold". Memory is the kernel's VmHWM, reset before each call, less VmRSS at the call: the most of all rounds
+and ranks. Each process computes with one thread. A contender that needed long was asked less often."""
 
 
 @dataclass(frozen=True)
