@@ -92,7 +92,15 @@ def test_any_collection_of_parts(parts: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("parts", {"model": True}), ("parts", [["model"]]), ("parts", 1), ("allow_missing", None), ("allow_unexpected", b"x"), ("cast", 1), ("check_digests", 0)],
+    [
+        ("parts", {"model": True}),
+        ("parts", [["model"]]),
+        ("parts", 1),
+        ("allow_missing", None),
+        ("allow_unexpected", b"x"),
+        ("cast", 1),
+        ("check_digests", 0),
+    ],
 )
 def test_what_is_no_option(name: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^load: "):
