@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ def bytes_of(tensor: paddle.Tensor) -> memoryview:
         values = np.ascontiguousarray(tensor.numpy())
         return values.reshape(-1).view(np.uint8).data if values.size else memoryview(bytearray())
     on_host = tensor if tensor.place.is_cpu_place() else tensor.cpu()
-    nbytes = on_host._numel() * on_host.element_size()  # .size asks numpy, which is slow
+    nbytes = math.prod(on_host.shape) * on_host.element_size()  # .size asks numpy, which is slow
     if nbytes == 0:
         return memoryview(bytearray())
     view = memoryview((ctypes.c_ubyte * nbytes).from_address(on_host.data_ptr())).cast("B")
@@ -50,10 +51,11 @@ def _is_direct(tensor: paddle.Tensor) -> bool:
 def destinations(tensors: Sequence[paddle.Tensor]) -> Iterator[list[memoryview]]:
     """Give bytes to write the tensors' values into: their own memory where :func:`bytes_of` gives that, else copied to them at the end."""
     views = [bytes_of(tensor) for tensor in tensors]
+    copied = [(tensor, view) for tensor, view in zip(tensors, views, strict=True) if not _is_direct(tensor)]
     yield views
     with paddle.no_grad():
-        for tensor, view in zip(tensors, views, strict=True):
-            if not _is_direct(tensor) and tensor.size:
+        for tensor, view in copied:
+            if len(view):
                 host = paddle.empty(tensor.shape, dtype=tensor.dtype).cpu()
                 bytes_of(host)[:] = view
                 if tensor.is_contiguous():

@@ -40,7 +40,8 @@ class Piece:
     @property
     def numel(self) -> int:
         """How many elements the piece holds."""
-        return math.prod(self.local_shape) if self.flat_range is None else self.flat_range.numel
+        flat = self.flat_range
+        return math.prod(self.local_shape) if flat is None else flat.stop - flat.start
 
     @property
     def box_range(self) -> Range:

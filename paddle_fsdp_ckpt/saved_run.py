@@ -148,7 +148,7 @@ def describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
     """Return what a manifest says about an optimizer."""
     return {
         "class": stepper.cls,
-        "groups": [{"parameters": one["parameters"], "settings": one["settings"]} for one in stepper.hyperparameters()],
+        "groups": [{"parameters": one["parameters"], "settings": one["settings"]} for one in stepper.first_hyperparameters],
         "without_gradient": [one.slot.name for one in stepper.parameters if not stepper.sharding.has_gradient(one)],
         "learning_rate": describe_learning_rate(stepper.optimizer),
     }

@@ -19,24 +19,24 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .base_weights import LeftOut, leave_out_base
 from .errors import CheckpointError, listing
-from .fsdp import named_buffers, named_parameters, runtime_of
+from .fsdp import named_parameters, runtime_of
 from .host_memory import bytes_of
 from .lora_layers import lora_scalings
 from .meeting import absolute_path, check_same, digest_of, open_meeting
 from .optim import optimizer_list
 from .pieces import Piece
+from .save_plan import KnownIndex, SaveMemory, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
-from .state_dict import weights_to_store
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.digests import digest
-from .storage.flex import piece_of, write_paddle_metadata
-from .storage.format import FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
-from .storage.index import read_headers
+from .storage.flex import paddle_metadata, piece_of
+from .storage.format import PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
+from .storage.index import read_headers, without_garbage_collection
 from .storage.plan import check_complete
-from .storage.reserved_keys import bytes_piece, check_not_reserved
+from .storage.reserved_keys import bytes_piece
 from .storage.writer import estimate_nbytes, write_rank_file
-from .subjects import check_subjects
+from .subjects import Subjects, check_subjects
 from .version import __version__
 
 
@@ -114,8 +114,10 @@ class PreparedSave:
 
     Attributes:
         target: the checkpoint directory.
-        tensors: what this rank's file is to hold, as the live tensors.
+        stored: what this rank's file is to hold of model and optimizers.
+        tensors: what it is to hold besides, as the live tensors.
         data: the same of what is bytes already.
+        memory: what saves of this model keep from one to the next, if anything.
         manifest: without its files.
         token: for the commit.
         overwrite: see :func:`save`; so is the rest.
@@ -123,8 +125,10 @@ class PreparedSave:
     """
 
     target: Path
+    stored: StoredTensors
     tensors: list[tuple[Piece, paddle.Tensor]]
     data: Contents
+    memory: SaveMemory | None
     manifest: Manifest
     token: str
     overwrite: bool
@@ -133,14 +137,18 @@ class PreparedSave:
     @property
     def nbytes(self) -> int:
         """How many bytes this rank is about to write, about."""
-        return estimate_nbytes(self.pieces())
+        return self.stored.plan.estimated_nbytes + estimate_nbytes(self._others())
 
     def pieces(self) -> list[Piece]:
         """Return what this rank's file is to hold."""
+        return [*self.stored.plan.pieces, *self._others()]
+
+    def _others(self) -> list[Piece]:
         return [piece for piece, _ in self.tensors] + [piece for piece, _ in self.data]
 
     def contents(self) -> Iterator[tuple[Piece, memoryview]]:
         """Yield the same with its bytes: the tensors' own memory, where that is on the host; else copies."""
+        yield from self.stored.contents()
         for piece, tensor in self.tensors:
             yield piece, bytes_of(tensor)
         yield from self.data
@@ -193,20 +201,18 @@ def prepare_save(
         runtime = runtime_of(model)
         if runtime is not None and runtime.gradients_pending:
             warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=5)
-        weights = weights_to_store(subjects, rendezvous.rank)
-        check_not_reserved(weights)
         base: JsonValue = None
         if trainable_only:
             left_out.append(leave_out_base(subjects))
-            weights = {key: weight for key, weight in weights.items() if key not in left_out[0].keys}
             base = left_out[0].message
+        stored = stored_tensors(subjects, rendezvous.rank, left_out[0].keys if left_out else ())
         kept = keep()
         whole = sorted(
             key
             for key, weight in kept.sharded.items()
             if tuple(weight.local_shape) == tuple(weight.global_shape) and not weight.is_flattened
         )
-        weights |= {key: weight for key, weight in kept.sharded.items() if rendezvous.rank == COORDINATOR or key not in whole}
+        sharded = {key: weight for key, weight in kept.sharded.items() if rendezvous.rank == COORDINATOR or key not in whole}
         manifest = Manifest(
             step=_check_step(step),
             world_size=rendezvous.world_size,
@@ -218,13 +224,14 @@ def prepare_save(
             tied=tuple(tuple(names) for names in subjects.tied()),
             lora=lora_scalings(model),
         )
-        tensors = [(piece_of(key, weight), weight.local_tensor) for key, weight in weights.items()]
+        tensors = [(piece_of(key, weight), weight.local_tensor) for key, weight in sharded.items()]
         data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
-        prepared.append(PreparedSave(target, tensors, data, manifest, token, overwrite, timeout_seconds))
+        memory = memory_of(subjects)
+        prepared.append(PreparedSave(target, stored, tensors, data, memory, manifest, token, overwrite, timeout_seconds))
         extra = digest_of(json.dumps([extra_state, whole], sort_keys=True))
         weights_digest = _weights_digest(model) if subjects.sharding.is_plain and rendezvous.world_size > 1 else ""
         alike = [str(target), subjects.digest(), manifest.step, overwrite, extra, trainable_only, weights_digest]
-        return {"alike": alike, "buffers": _buffer_checksums(model), "base": base}
+        return {"alike": alike, "buffers": _buffer_checksums(subjects), "base": base}
 
     def judge(ranks: list[JsonValue]) -> None:
         _check_same_saving(ranks)
@@ -232,7 +239,8 @@ def prepare_save(
             base = left_out[0].describe([one["base"] for one in ranks])
             prepared[0] = replace(prepared[0], manifest=replace(prepared[0].manifest, base=base))
 
-    exchange(rendezvous, f"{token}/prepare", prepare, judge, timeout_seconds)
+    with without_garbage_collection():
+        exchange(rendezvous, f"{token}/prepare", prepare, judge, timeout_seconds)
     if left_out:
         left_out[0].was_heard()
     return prepared[0]
@@ -255,16 +263,23 @@ def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvo
     written: list[FileRecord] = []
 
     def write_files(directory: Path) -> FileRecord:
-        return write_rank_file(directory / rank_file_name(rendezvous.rank), contents)
+        return write_rank_file(directory / rank_file_name(rendezvous.rank), contents, prepared.stored.plan.file)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         written[:] = files
         return replace(prepared.manifest, files=tuple(files))
 
     def complete(staging: Path, files: Sequence[FileRecord]) -> None:
-        index = read_headers(staging, build_manifest(files))
-        check_complete(index)
-        write_paddle_metadata(staging, index)
+        headers = headers_of(files)
+        known = prepared.memory.index if prepared.memory is not None else None
+        if known is None or known.headers != headers:
+            with without_garbage_collection():
+                index = read_headers(staging, build_manifest(files))
+                check_complete(index)
+                known = KnownIndex(headers, paddle_metadata(index))
+        (staging / PADDLE_METADATA_NAME).write_bytes(known.paddle_metadata)
+        if prepared.memory is not None:
+            prepared.memory.index = known
 
     commit_checkpoint(
         prepared.target,
@@ -310,5 +325,5 @@ def _weights_digest(model: nn.Layer) -> str:
     return digest_of(" ".join(digest(bytes_of(named.parameter)) for named in named_parameters(model)))
 
 
-def _buffer_checksums(model: nn.Layer) -> dict[str, int]:
-    return {name: zlib.crc32(bytes_of(buffer)) for name, buffer in named_buffers(model)}
+def _buffer_checksums(subjects: Subjects) -> dict[str, int]:
+    return {name: zlib.crc32(bytes_of(buffer)) for name, buffer in subjects.buffers}

@@ -103,6 +103,19 @@ class FlatShard:
         return None if self.counting is None else tuple(one.changes for one in self.counting)
 
 
+@dataclass(frozen=True, eq=False)
+class LiveTables:
+    """All that decides what a rank stores of a model and its optimizers.
+
+    Attributes:
+        names: what stands in the tables of model and optimizers, in their order; two such lists can be compared.
+        tensors: the live tensors of which this rank stores some, or parts, in an order that the names decide.
+    """
+
+    names: list[object]
+    tensors: list[paddle.Tensor]
+
+
 class Sharding(ABC):
     """How a model, and the optimizers that step it, are kept by the ranks."""
 
@@ -158,6 +171,23 @@ class Sharding(ABC):
     @property
     def known_sums(self) -> KnownSums | None:
         """What is remembered of checksums of the parameters; None where nobody counts their changes."""
+        return None
+
+    @property
+    def kept(self) -> dict[type, Any] | None:
+        """What is kept with the model, see :class:`~.fsdp.Runtime`; None where there is no place for it."""
+        return None
+
+    def live_tables(self, optimizers: Sequence[Any], buffers: Sequence[tuple[str, paddle.Tensor]]) -> LiveTables | None:
+        """Return what decides what this rank stores; None where that isn't known as a whole.
+
+        Args:
+            optimizers: of the model.
+            buffers: the model's, by name.
+
+        Raises:
+            ShardingError: the model was written to in a way that would be lost.
+        """
         return None
 
     @abstractmethod
@@ -262,6 +292,24 @@ class CutByUs(Sharding):
             )
             for one in self.runtime.buffers
         ]
+
+    @property
+    def kept(self) -> dict[type, Any]:
+        """What the runtime keeps."""
+        return self.runtime.kept
+
+    def live_tables(self, optimizers: Sequence[Any], buffers: Sequence[tuple[str, paddle.Tensor]]) -> LiveTables:
+        """Return the shards' pieces, which are where they are for good, buffers, and the optimizers' own tables."""
+        self.runtime.check_unwritten()
+        names: list[object] = [name for name, _ in buffers]
+        tensors = [shard.local for shard in self.runtime.shards if shard.range.numel]
+        tensors += [buffer for _, buffer in buffers]
+        for one in optimizers:
+            names.append((type(one), one._name))
+            for name, table in (*one._accumulators.items(), ("master weights", one._master_weights)):
+                names.append((name, list(table)))
+                tensors += table.values()
+        return LiveTables(names, tensors)
 
     def warn_of_cuts(self) -> None:
         """We cut where it loads right."""
@@ -389,11 +437,11 @@ def sharding_of(model: nn.Layer) -> Sharding:
     Raises:
         ShardingError: Paddle's own ``fully_shard`` cut it in a way that can't be read.
     """
-    by_paddle = paddle_runtime_of(model)
-    if by_paddle is not None:
-        return CutByPaddle(by_paddle)
     runtime = runtime_of(model)
-    return Plain() if runtime is None else CutByUs(runtime)
+    if runtime is not None:
+        return CutByUs(runtime)
+    by_paddle = paddle_runtime_of(model)
+    return Plain() if by_paddle is None else CutByPaddle(by_paddle)
 
 
 def sharding_of_optimizers(optimizers: Sequence[Any]) -> Sharding:

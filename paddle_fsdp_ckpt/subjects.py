@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import paddle
 from paddle import nn
 
 from .errors import CheckpointError, ShardingError, listing
 from .fsdp import ShardedParameter, check_names, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
+from .fsdp.units import NamedParameter
 from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
 from .shardings import Sharding, sharding_of, sharding_of_optimizers
 
@@ -34,8 +37,13 @@ class Stepper:
         return {one.slot.name for one in self.parameters}
 
     def hyperparameters(self) -> list[Any]:
-        """Return the optimizer's hyper-parameters, see :func:`~.optim.describe_hyperparameters`."""
+        """Return the optimizer's hyper-parameters as they are now, see :func:`~.optim.describe_hyperparameters`."""
         return describe_hyperparameters(self.optimizer, self.parameters)
+
+    @cached_property
+    def first_hyperparameters(self) -> list[Any]:
+        """The same as they were when they were asked for first."""
+        return self.hyperparameters()
 
 
 @dataclass(frozen=True)
@@ -52,31 +60,37 @@ class Subjects:
     steppers: Sequence[Stepper]
     sharding: Sharding
 
+    @cached_property
+    def parameters(self) -> Sequence[NamedParameter]:
+        """The model's parameters, with their structured names; none where no model is given."""
+        return [] if self.model is None else named_parameters(self.model)
+
+    @cached_property
+    def buffers(self) -> Sequence[tuple[str, paddle.Tensor]]:
+        """The model's persistable buffers, with their structured names; none where no model is given."""
+        return [] if self.model is None else list(named_buffers(self.model))
+
     def model_keys(self) -> set[str]:
         """Return the keys of the model's parameters and buffers, on any rank; none where no model is given."""
-        if self.model is None:
-            return set()
-        return {name for named in named_parameters(self.model) for name in named.names} | {name for name, _ in named_buffers(self.model)}
+        return {name for named in self.parameters for name in named.names} | {name for name, _ in self.buffers}
 
     def tied(self) -> list[list[str]]:
         """Return the sorted names of each tensor of the model that has several."""
-        if self.model is None:
-            return []
-        names: dict[int, list[str]] = {id(named.parameter): list(named.names) for named in named_parameters(self.model)}
-        for name, buffer in named_buffers(self.model):
+        names: dict[int, list[str]] = {id(named.parameter): list(named.names) for named in self.parameters}
+        for name, buffer in self.buffers:
             names.setdefault(id(buffer), []).append(name)
         return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
     def digest(self) -> str:
         """Return a digest of what must be the same on every rank."""
-        described: list[object] = [(one.cls, one.hyperparameters()) for one in self.steppers]
+        described: list[object] = [(one.cls, one.first_hyperparameters) for one in self.steppers]
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
             described += [
                 (named.names, named.parameter.shape if self.sharding.is_plain else [], dtype_name(named.parameter))
-                for named in named_parameters(self.model)
+                for named in self.parameters
             ]
-            described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in named_buffers(self.model)]
+            described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in self.buffers]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
@@ -110,11 +124,11 @@ def check_tensors(model: nn.Layer) -> None:
     """
     if not isinstance(model, nn.Layer):
         raise CheckpointError(f"model: {type(model).__name__} is not a paddle.nn.Layer; give the model that was trained")
-    if paddle_runtime_of(model) is not None:  # which has checked it
-        return
-    check_names(model)
-    parameters = named_parameters(model)
     runtime = runtime_of(model)
+    if runtime is None and paddle_runtime_of(model) is not None:  # which has checked it
+        return
+    parameters, buffers = named_parameters(model), list(named_buffers(model))
+    check_names(parameters, buffers)
     strange = [
         one.names[0]
         for one in parameters
@@ -131,7 +145,7 @@ def check_tensors(model: nn.Layer) -> None:
             f"the sharded model has parameters that are not sharded: {listing(name for name, _ in plain)}; change the model "
             "first, then shard it"
         )
-    plain += [(name, buffer) for name, buffer in named_buffers(model)]
+    plain += buffers
     foreign = [
         name for name, tensor in plain if tensor.is_dist() or hasattr(tensor, "_fusion_buffer") or getattr(tensor, "is_distributed", False)
     ]

@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "verify_first": False,
     "salvage": False,
     "allow_other_base": False,
+    "check_digests": True,
     "given": ["model", "optimizer"],
 }
 
@@ -91,11 +92,24 @@ def test_any_collection_of_parts(parts: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("parts", {"model": True}), ("parts", [["model"]]), ("parts", 1), ("allow_missing", None), ("allow_unexpected", b"x"), ("cast", 1)],
+    [
+        ("parts", {"model": True}),
+        ("parts", [["model"]]),
+        ("parts", 1),
+        ("allow_missing", None),
+        ("allow_unexpected", b"x"),
+        ("cast", 1),
+        ("check_digests", 0),
+    ],
 )
 def test_what_is_no_option(name: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^load: "):
         check_options(**{**DEFAULTS, name: value})
+
+
+def test_digests_are_checked_first_or_not_at_all() -> None:
+    with pytest.raises(CheckpointError, match="verify_first=True.*check_digests=False.*choose one"):
+        check_options(**{**DEFAULTS, "verify_first": True, "check_digests": False})
 
 
 def test_the_digest_tells_options_apart() -> None:
@@ -107,6 +121,7 @@ def test_the_digest_tells_options_apart() -> None:
         {"parts": ["model"]},
         {"copy_tied": True},
         {"verify_first": True},
+        {"check_digests": False},
     ]
     digests = [check_options(**{**DEFAULTS, **way}).digest({}) for way in ways]
     digests.append(check_options(**DEFAULTS).digest({"a": "b"}))

@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -48,6 +48,8 @@ class Runtime:
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
+        kept: what others worked out of this model and keep as long as it is sharded, by their own class. They see to it that it is not
+            out of date.
     """
 
     def __init__(self, communicator: Communicator, gradient_reduction: GradientReduction) -> None:
@@ -58,6 +60,7 @@ class Runtime:
         self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.statistics: list[paddle.Tensor] = []
         self.known_sums = KnownSums()
+        self.kept: dict[type, Any] = {}
         self._gradient_mean = gradient_reduction == "mean"
         self._running_forwards = 0
         self._optimizers_stepping = 0

@@ -6,6 +6,7 @@ import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..layout import Range, Slot
+from .tensors import own_view
 
 
 def replicated(key: str, tensor: paddle.Tensor) -> ShardedWeight:
@@ -25,7 +26,7 @@ def elementwise(key: str, piece: paddle.Tensor, slot: Slot, kept: Range, world_s
         world_size: over how many ranks it is cut; over one it is described as whole.
     """
     # A view of its own: stock load_state_dict reshapes what it is given, in place.
-    view = piece._slice(0, piece.shape[0])
+    view = own_view(piece)
     shape, offset = slot.shape, (0,) * len(slot.shape)
     if world_size == 1:
         view.get_tensor()._set_dims(list(shape))

@@ -170,7 +170,7 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
     parameters = named_parameters(model)
     if not parameters:
         raise ShardingError("the model has no parameters, so there is nothing to shard")
-    check_names(model)
+    check_names(parameters, named_buffers(model))
     ours = [named.names[0] for named in parameters if isinstance(named.parameter, ShardedParameter)]
     if ours:
         raise ShardingError(f"already sharded by this package: {listing(ours)}; call fully_shard once, on the whole model")

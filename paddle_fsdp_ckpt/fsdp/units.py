@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import paddle
@@ -52,31 +52,41 @@ def named_parameters(model: nn.Layer) -> list[NamedParameter]:
     """Return each parameter once, with all its structured names (more than one when tied); running statistics count as buffers."""
     by_id: dict[int, NamedParameter] = {}
     for prefix, layer in walk(model):
+        if not layer._parameters:
+            continue
+        has_statistics = isinstance(layer, _NORMS_WITH_STATISTICS)
         for short_name, parameter in layer._parameters.items():
-            if parameter is not None and not is_statistic(layer, short_name):
-                by_id.setdefault(id(parameter), NamedParameter(parameter, [])).names.append(join(prefix, short_name))
+            if parameter is None or (has_statistics and is_statistic(layer, short_name)):
+                continue
+            name = f"{prefix}.{short_name}" if prefix else short_name
+            known = by_id.get(id(parameter))
+            if known is None:
+                by_id[id(parameter)] = NamedParameter(parameter, [name])
+            else:
+                known.names.append(name)
     return list(by_id.values())
 
 
 def named_buffers(model: nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
     """Yield (structured name, tensor) of every persistable buffer, and of running statistics, such as BatchNorm's mean."""
     for prefix, layer in walk(model):
-        for short_name, parameter in layer._parameters.items():
-            if parameter is not None and is_statistic(layer, short_name):
-                yield join(prefix, short_name), parameter
+        if isinstance(layer, _NORMS_WITH_STATISTICS):
+            for short_name, parameter in layer._parameters.items():
+                if parameter is not None and is_statistic(layer, short_name):
+                    yield join(prefix, short_name), parameter
         for short_name, buffer in layer._buffers.items():
             if buffer is not None and short_name not in layer._non_persistable_buffer_names_set:
                 yield join(prefix, short_name), buffer
 
 
-def check_names(model: nn.Layer) -> None:
-    """Raise where one structured name stands for several tensors, of which a checkpoint could hold only one.
+def check_names(parameters: Iterable[NamedParameter], buffers: Iterable[tuple[str, paddle.Tensor]]) -> None:
+    """Raise where one structured name of a model stands for several tensors, of which a checkpoint could hold only one.
 
     Raises:
         ShardingError: naming them.
     """
-    seen = Counter(name for named in named_parameters(model) for name in named.names)
-    seen.update(name for name, _ in named_buffers(model))
+    seen = Counter(name for named in parameters for name in named.names)
+    seen.update(name for name, _ in buffers)
     twice = sorted(name for name, count in seen.items() if count > 1)
     if twice:
         raise ShardingError(

@@ -20,6 +20,7 @@ from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_r
 from ..storage.agreement import exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
+from ..storage.index import without_garbage_collection
 from ..storage.problems import OtherProblem, merge_problems
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Stepper, Subjects, check_subjects
@@ -43,6 +44,7 @@ def load(
     verify_first: bool = False,
     salvage: bool = False,
     allow_other_base: bool = False,
+    check_digests: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into a model and its optimizers, at any world size. All ranks must call it alike.
@@ -75,6 +77,8 @@ def load(
             ``allow_missing`` must say what may be, and is in the report's ``damaged``. Every rank reads the whole checkpoint first.
         allow_other_base: where the checkpoint was saved with ``trainable_only``, take the model's other parameters as they are, though they
             are not what they were then.
+        check_digests: whether what is read is compared with its digests. Without, damage of values is not found; that of manifest and
+            headers is.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -105,6 +109,7 @@ def load(
                 verify_first=verify_first,
                 salvage=salvage,
                 allow_other_base=allow_other_base,
+                check_digests=check_digests,
                 given=[name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
             )
             where = absolute_path(path)
@@ -117,7 +122,8 @@ def load(
             told.append(own_sums(subjects, _base_parts(subjects, plan)) if plan.base else None)
             return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json(), "base": told[0]}
 
-        verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
+        with without_garbage_collection():
+            verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
         if planned[0][1].base:
             note_told(planned[0][0], told[0])
         if verdict["problems"] is not None:
@@ -125,7 +131,8 @@ def load(
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
     try:
-        exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
+        with without_garbage_collection():
+            exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
     except RankFailedError as error:
         if PARTIAL_STATE in str(error):
             raise

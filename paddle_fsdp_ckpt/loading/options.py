@@ -31,6 +31,7 @@ class LoadOptions:
         verify_first: whether all digests are checked before anything changes.
         salvage: whether what is damaged counts as missing.
         allow_other_base: whether parameters that were left out may have other values than then.
+        check_digests: whether what is read is compared with its digests.
     """
 
     allow_missing: tuple[str, ...] = ()
@@ -42,10 +43,11 @@ class LoadOptions:
     verify_first: bool = False
     salvage: bool = False
     allow_other_base: bool = False
+    check_digests: bool = True
 
     def digest(self, names: Mapping[str, str]) -> str:
         """Return a digest of what must be the same on every rank; ``names`` is what :func:`map_names` made of ``key_map``."""
-        switches = (self.cast, self.copy_tied, self.verify_first, self.salvage, self.allow_other_base)
+        switches = (self.cast, self.copy_tied, self.verify_first, self.salvage, self.allow_other_base, self.check_digests)
         described = (self.allow_missing, self.allow_unexpected, sorted(self.parts), switches)
         return hashlib.sha256(repr((described, sorted(names.items()))).encode()).hexdigest()
 
@@ -61,6 +63,7 @@ def check_options(
     verify_first: Any,
     salvage: Any,
     allow_other_base: Any,
+    check_digests: Any,
     given: Collection[str],
 ) -> LoadOptions:
     """Return the options of a call, checked.
@@ -75,6 +78,7 @@ def check_options(
         verify_first: True or False.
         salvage: True or False.
         allow_other_base: True or False.
+        check_digests: True or False.
         given: which of "model" and "optimizer" were given to load into.
 
     Raises:
@@ -86,10 +90,13 @@ def check_options(
         "verify_first": verify_first,
         "salvage": salvage,
         "allow_other_base": allow_other_base,
+        "check_digests": check_digests,
     }
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise CheckpointError(f"load: {name} is {value!r:.100}; give True or False")
+    if verify_first and not check_digests:
+        raise CheckpointError("load: verify_first=True checks the digests that check_digests=False leaves out; choose one")
     if key_map is not None and not callable(key_map):
         fits = isinstance(key_map, Mapping) and all(isinstance(text, str) for pair in key_map.items() for text in pair)
         if not fits:
@@ -107,6 +114,7 @@ def check_options(
         verify_first,
         salvage,
         allow_other_base,
+        check_digests,
     )
 
 

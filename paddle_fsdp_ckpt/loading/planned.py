@@ -102,12 +102,12 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into its place."""
-        read_targets(self.index, self.targets, self.reads)
+        read_targets(self.index, self.targets, self.reads, check_digests=self.options.check_digests)
         for one in self.state_loads:
             one.finish()
 
 
-def read_targets(index: CheckpointIndex, targets: Sequence[Target], reads: ReadPlan) -> None:
+def read_targets(index: CheckpointIndex, targets: Sequence[Target], reads: ReadPlan, *, check_digests: bool = True) -> None:
     """Read the values of the targets into them, those of other dtypes through a buffer of bounded size."""
     pieces = [one.piece for one in targets]
     cast: list[int] = []
@@ -116,7 +116,8 @@ def read_targets(index: CheckpointIndex, targets: Sequence[Target], reads: ReadP
         (direct if piece.dtype == index.dtypes[piece.key] else cast).append(number)
     with destinations([one.tensor for one in targets]) as views:
         if not cast:
-            execute_read(reads, views)
+            execute_read(reads, views, check_digests=check_digests)
             return
-        execute_read(plan_read(index, [pieces[number] for number in direct], ()), [views[number] for number in direct])
-        read_cast(index, [pieces[number] for number in cast], [views[number] for number in cast])
+        plan = plan_read(index, [pieces[number] for number in direct], ())
+        execute_read(plan, [views[number] for number in direct], check_digests=check_digests)
+        read_cast(index, [pieces[number] for number in cast], [views[number] for number in cast], check_digests=check_digests)

@@ -153,7 +153,7 @@ class Restoring:
         saved = read[0]
         report = load(
             path,
-            **{"verify_first": True, "timeout_seconds": self.timeout_seconds, **options},
+            **{"verify_first": options.get("check_digests", True), "timeout_seconds": self.timeout_seconds, **options},
             model=model,
             optimizer=optimizer_list(optimizer),
         )

@@ -52,13 +52,33 @@ def describe_hyperparameters(optimizer: Any, parameters: Sequence[SteppedParamet
     group_of = {id(parameter): group for group in parameter_groups(optimizer) for parameter in group["params"]}
     without_groups = next(iter(parameter_groups(optimizer)), {})
     described: dict[str, dict[str, JsonValue]] = {}
+    alike: dict[tuple[object, ...], dict[str, JsonValue]] = {}
     decays = _decays(optimizer, parameters)
     for one in parameters:
         group = group_of.get(id(one.parameter), without_groups)
-        settings = dict(sorted(_settings(optimizer, group, one, decays).items()))
-        entry = described.setdefault(json.dumps(settings), {"optimizer": type(optimizer).__name__, "parameters": [], "settings": settings})
+        traits = _traits(optimizer, group, one, decays)
+        entry = alike.get(traits)
+        if entry is None:
+            settings = dict(sorted(_settings(optimizer, group, one, decays).items()))
+            new: dict[str, JsonValue] = {"optimizer": type(optimizer).__name__, "parameters": [], "settings": settings}
+            entry = alike[traits] = described.setdefault(json.dumps(settings), new)
         entry["parameters"].append(one.slot.name)
     return list(described.values())
+
+
+def _traits(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[int, bool]) -> tuple[object, ...]:
+    """Return all by which the settings of one parameter can differ from those of another, in a form that is quick to make."""
+    parameter = one.parameter
+    return (
+        id(group),
+        parameter.dtype,
+        repr((getattr(parameter, "optimize_attr", None) or {}).get("learning_rate", 1.0)),
+        bool(getattr(parameter, "need_clip", True)),
+        id(getattr(parameter, "regularizer", None)),
+        decays.get(id(parameter), True),
+        _is_held_itself(one),
+        json.dumps(_lr_ratio(optimizer, one)) if getattr(optimizer, "_lr_ratio", None) is not None else None,
+    )
 
 
 def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[str]:

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+_SMALL_NBYTES = 32 << 10
+_TOGETHER_NBYTES = 1 << 20
 
 
-def as_bytes(buffer: object, what: str) -> memoryview:
-    """Return the memory behind ``buffer`` as a 1-D view of bytes, without a copy; ``what`` names it for the messages.
+def as_bytes(buffer: object, key: str, what: str = "'{}'") -> memoryview:
+    """Return the memory behind ``buffer`` as a 1-D view of bytes, without a copy; ``what`` and the key in it name it for the messages.
 
     Raises:
         ValueError: the object gives no buffer, or one that isn't C-contiguous.
@@ -19,13 +21,36 @@ def as_bytes(buffer: object, what: str) -> memoryview:
     try:
         view = memoryview(buffer)  # type: ignore[arg-type]
     except TypeError:
-        raise ValueError(f"{what}: a {type(buffer).__name__} is not a buffer of bytes") from None
+        raise ValueError(f"{what.format(key)}: a {type(buffer).__name__} is not a buffer of bytes") from None
     if view.format == "B" and view.ndim == 1 and view.c_contiguous:
         return view
     if not view.c_contiguous:
-        raise ValueError(f"{what}: its memory is not contiguous")
+        raise ValueError(f"{what.format(key)}: its memory is not contiguous")
     # memoryview.cast knows neither ctypes' formats nor empty views; numpy takes any.
     return np.frombuffer(view, np.uint8).data if view.nbytes else memoryview(bytearray())
+
+
+def together(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield all bytes of the buffers, in order: large buffers as they are, and small ones copied together, as many as make a large one.
+
+    To hand many small ones over one by one costs more time in Python than to copy them.
+    """
+    small: list[memoryview] = []
+    nbytes = 0
+    for buffer in buffers:
+        if len(buffer) < _SMALL_NBYTES:
+            small.append(buffer)
+            nbytes += len(buffer)
+            if nbytes < _TOGETHER_NBYTES:
+                continue
+            yield memoryview(b"".join(small))
+        else:
+            if small:
+                yield memoryview(b"".join(small))
+            yield buffer
+        small, nbytes = [], 0
+    if small:
+        yield memoryview(b"".join(small))
 
 
 def in_groups(buffers: Iterable[memoryview], nbytes: int) -> Iterator[list[memoryview]]:

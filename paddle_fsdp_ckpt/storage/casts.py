@@ -85,13 +85,16 @@ def _to_odd_float32(values: Array) -> Array:
     return nearest
 
 
-def read_cast(index: CheckpointIndex, wanted: Sequence[Piece], destinations: Sequence[memoryview] | None) -> list[int]:
+def read_cast(
+    index: CheckpointIndex, wanted: Sequence[Piece], destinations: Sequence[memoryview] | None, *, check_digests: bool = True
+) -> list[int]:
     """Read pieces whose values are stored in another floating point type, and convert them; in bounded memory.
 
     Args:
         index: of the checkpoint. It must hold all values.
         wanted: in the type that they shall have.
         destinations: the bytes of each, writable; None to convert only and keep nothing, to see what would happen.
+        check_digests: whether bytes are compared with their digests.
 
     Returns:
         For each piece, how many finite values are too large for its type.
@@ -108,7 +111,7 @@ def read_cast(index: CheckpointIndex, wanted: Sequence[Piece], destinations: Seq
             views.append(scratch[used : used + nbytes])
             used += nbytes
         parts = [_part(wanted[number], index.dtypes[wanted[number].key], start, stop) for number, start, stop in batch]
-        execute_read(plan_read(index, parts, ()), views)
+        execute_read(plan_read(index, parts, ()), views, check_digests=check_digests)
         for part, view, (number, start, stop) in zip(parts, views, batch, strict=True):
             dtype = wanted[number].dtype
             converted, overflow = convert(as_array(view, part.dtype), part.dtype, dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from functools import lru_cache
+from io import BytesIO
 
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
@@ -11,7 +12,6 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..layout import Range
 from ..pieces import Piece
-from .format import PADDLE_METADATA_NAME
 from .index import CheckpointIndex
 
 
@@ -21,7 +21,7 @@ def piece_of(key: str, weight: ShardedWeight) -> Piece:
     flat = Range(weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
     return Piece(
         key,
-        str(weight.local_tensor.dtype).rpartition(".")[2],
+        _name_of(weight.local_tensor.dtype),
         tuple(weight.global_shape),
         tuple(weight.global_offset),
         local_shape,
@@ -29,21 +29,31 @@ def piece_of(key: str, weight: ShardedWeight) -> Piece:
     )
 
 
-def write_paddle_metadata(directory: Path, index: CheckpointIndex) -> None:
-    """Write ``0.metadata`` for the files in ``directory``, so that stock ``load_state_dict(..., safetensors=True)`` reads them.
+@lru_cache
+def _name_of(dtype: paddle.dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def paddle_metadata(index: CheckpointIndex) -> bytes:
+    """Return ``0.metadata`` for a checkpoint's files, so that stock ``load_state_dict(..., safetensors=True)`` reads them.
 
     Nothing of this package reads ``0.metadata``.
     """
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
     for key in index.stored:
         tensors: list[LocalTensorMetadata] = []
+        described: set[tuple[object, ...]] = set()
         for file, box, start, stop, _ in index.stored[key]:
             flat = None if stop - start == box.numel else (start, stop)
-            tensor = LocalTensorMetadata(box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, flat is not None, flat)
-            where = LocalTensorIndex(key, box.global_offset, flat is not None, flat, local_shape=box.local_shape)
-            if where not in metadata.storage_metadata:
-                metadata.storage_metadata[where] = index.files[file].name
-                tensors.append(tensor)
+            place = (box.global_offset, flat, box.local_shape)
+            if place in described:
+                continue
+            described.add(place)
+            tensors.append(LocalTensorMetadata(box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, bool(flat), flat))
+            where = LocalTensorIndex(key, box.global_offset, bool(flat), flat, local_shape=box.local_shape)
+            metadata.storage_metadata[where] = index.files[file].name
         metadata.state_dict_metadata[key] = tensors
         metadata.flat_mapping[key] = (key,)
-    paddle.save(metadata, str(directory / PADDLE_METADATA_NAME))
+    encoded = BytesIO()
+    paddle.save(metadata, encoded)
+    return encoded.getvalue()

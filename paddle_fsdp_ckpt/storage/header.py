@@ -19,9 +19,10 @@ A piece without elements is never stored.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import NamedTuple, TypeAlias
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
@@ -63,37 +64,91 @@ def in_file_order(pieces: Sequence[Piece]) -> list[int]:
     return sorted(stored, key=lambda i: -DTYPE_NBYTES[pieces[i].dtype])
 
 
-def encode_header(pieces: Sequence[Piece]) -> bytes:
-    """Return everything in a file before its data; ``pieces`` in the order of :func:`in_file_order`.
+@dataclass(frozen=True)
+class HeaderPart:
+    """What a header says about pieces whose data lie one after another. Made once, it serves every file that they are in at this place.
+
+    Attributes:
+        keys: of the pieces.
+        start: where their data begin, in bytes behind the header.
+        stop: where they end.
+        entries: the fields that safetensors wants, without braces.
+        descriptions: the fields of our own, as they stand inside of a JSON string, without braces.
+    """
+
+    keys: frozenset[str] = field(repr=False)
+    start: int
+    stop: int
+    entries: str = field(repr=False)
+    descriptions: str = field(repr=False)
+
+
+def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
+    """Return what a header says about ``pieces``, in the order of :func:`in_file_order`, whose data begin at ``start``.
+
+    Raises:
+        ValueError: a key twice, or a key that the format can't hold.
+    """
+    entries: list[str] = []
+    descriptions: list[str] = []
+    keys: set[str] = set()
+    shapes = _ShapeTexts()
+    position = start
+    for piece in pieces:
+        key = piece.key
+        if key == METADATA_KEY:
+            raise ValueError(f"'{METADATA_KEY}' can't be stored: safetensors keeps that name for itself; rename the tensor")
+        if key in keys:
+            raise ValueError(f"'{key}' can't be stored twice in one file; a rank must give each key one piece")
+        if len(piece.global_shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"'{key}' has {len(piece.global_shape)} dimensions, and a checkpoint holds at most {_MAX_DIMENSIONS}")
+        keys.add(key)
+        numel, flat, name = piece.numel, piece.flat_range, encode_basestring(key)
+        stop = position + numel * DTYPE_NBYTES[piece.dtype]
+        shape = shapes[piece.local_shape] if flat is None else f"[{numel}]"
+        entries.append(f'{name}:{{"dtype":"{DTYPE_CODES[piece.dtype]}","shape":{shape},"data_offsets":[{position},{stop}]}}')
+        box = shapes[piece.global_shape]
+        if piece.local_shape != piece.global_shape:
+            box = f"{box},{shapes[piece.global_offset]},{shapes[piece.local_shape]}"
+        descriptions.append(f"{name}:[{box}]" if flat is None else f"{name}:[{box},[{flat.start},{flat.stop}]]")
+        position = stop
+    return HeaderPart(frozenset(keys), start, position, ",".join(entries), encode_basestring(",".join(descriptions))[1:-1])
+
+
+class _ShapeTexts(dict[tuple[int, ...], str]):
+    """Shapes as JSON; most pieces share a few."""
+
+    def __missing__(self, shape: tuple[int, ...]) -> str:
+        text = self[shape] = f"[{','.join(map(str, shape))}]"
+        return text
+
+
+def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> bytes:
+    """Return everything in a file before its data.
+
+    Args:
+        pieces: in the order of :func:`in_file_order`.
+        before: what is known already of the pieces that come before these, from the first byte of the data on.
 
     Raises:
         ValueError: a key twice, a key that the format can't hold, or more keys than it can hold.
     """
-    header: dict[str, JsonValue] = {METADATA_KEY: {}}
-    descriptions: dict[str, JsonValue] = {}
-    position = 0
-    for piece in pieces:
-        if piece.key == METADATA_KEY:
-            raise ValueError(f"'{METADATA_KEY}' can't be stored: safetensors keeps that name for itself; rename the tensor")
-        if piece.key in header:
-            raise ValueError(f"'{piece.key}' can't be stored twice in one file; a rank must give each key one piece")
-        if len(piece.global_shape) > _MAX_DIMENSIONS:
-            raise ValueError(f"'{piece.key}' has {len(piece.global_shape)} dimensions, and a checkpoint holds at most {_MAX_DIMENSIONS}")
-        stop = position + piece.numel * DTYPE_NBYTES[piece.dtype]
-        shape = piece.local_shape if piece.flat_range is None else (piece.flat_range.numel,)
-        header[piece.key] = {"dtype": DTYPE_CODES[piece.dtype], "shape": shape, "data_offsets": (position, stop)}
-        descriptions[piece.key] = _describe(piece)
-        position = stop
-    header[METADATA_KEY] = {_VERSION_KEY: str(FORMAT_VERSION), _PIECES_KEY: _to_json(descriptions)}
+    first = encode_part([]) if before is None else before
+    second = encode_part(pieces, first.stop)
+    twice = first.keys & second.keys
+    if twice:
+        raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
+    descriptions = ",".join(filter(None, (first.descriptions, second.descriptions)))
+    metadata = f'"{METADATA_KEY}":{{"{_VERSION_KEY}":"{FORMAT_VERSION}","{_PIECES_KEY}":"{{{descriptions}}}"}}'
     try:
-        encoded = _to_json(header).encode()
+        encoded = f"{{{','.join(filter(None, (metadata, first.entries, second.entries)))}}}".encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"a key is not valid Unicode and can't be stored: {error}") from None
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     if len(encoded) > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"{len(pieces)} pieces in one file need a header of {len(encoded)} bytes, and safetensors allows {MAX_HEADER_NBYTES}; "
-            "save from more ranks, or with shorter parameter names"
+            f"{len(first.keys) + len(second.keys)} pieces in one file need a header of {len(encoded)} bytes, and safetensors allows "
+            f"{MAX_HEADER_NBYTES}; save from more ranks, or with shorter parameter names"
         )
     return len(encoded).to_bytes(LENGTH_NBYTES, "little") + encoded
 
@@ -177,12 +232,6 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
 _WAY_OUT = "restore the file from a copy, or load another checkpoint"
 
 
-def _describe(piece: Piece) -> list[JsonValue]:
-    is_whole = piece.local_shape == piece.global_shape
-    box: list[JsonValue] = [piece.global_shape] if is_whole else [piece.global_shape, piece.global_offset, piece.local_shape]
-    return box if piece.flat_range is None else [*box, (piece.flat_range.start, piece.flat_range.stop)]
-
-
 def _box(key: str, dtype: str, outline: tuple[tuple[int, ...], ...]) -> Box:
     if len(outline) not in (1, 3):
         raise ValueError(f"{[list(part) for part in outline]} is not the description of a piece")
@@ -203,10 +252,6 @@ def _data_start(item: tuple[str, JsonValue]) -> int:
     if type(start) is not int:
         raise ValueError(f"data_offsets of '{item[0]}' are not whole numbers")
     return start
-
-
-def _to_json(value: JsonValue) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _text(error: Exception) -> str:

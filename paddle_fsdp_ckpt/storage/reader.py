@@ -107,7 +107,9 @@ def verify_first(plan: ReadPlan) -> None:
         _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], []) for one in chunks], UNCHANGED)
 
 
-def execute_read(plan: ReadPlan, destinations: Sequence[memoryview], consequence: str = PARTIAL_STATE) -> None:
+def execute_read(
+    plan: ReadPlan, destinations: Sequence[memoryview], consequence: str = PARTIAL_STATE, *, check_digests: bool = True
+) -> None:
     """Read the plan's bytes from its files straight into the destinations, without a copy.
 
     Args:
@@ -115,6 +117,7 @@ def execute_read(plan: ReadPlan, destinations: Sequence[memoryview], consequence
         destinations: for each of the plan's targets, its C-contiguous writable bytes in row-major order, ``numel`` times the
             dtype's size. Any object with the buffer protocol will do.
         consequence: what a failure while reading leaves behind, in words.
+        check_digests: whether bytes are compared with their digests.
 
     Raises:
         ValueError: the destinations don't fit the targets. Nothing was changed.
@@ -126,7 +129,7 @@ def execute_read(plan: ReadPlan, destinations: Sequence[memoryview], consequence
     keys = [target.key for target in plan.targets]
     for file, reads in sorted(plan.reads.items()):
         ranges = [_Range(offset, buffers[target][start : start + nbytes], keys[target]) for offset, target, start, nbytes in reads]
-        _read_file(plan.index, file, ranges, consequence)
+        _read_file(plan.index, file, ranges, consequence, check_digests)
 
 
 def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> list[memoryview]:
@@ -134,7 +137,7 @@ def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> l
         raise ValueError(f"there are {len(plan.targets)} targets and {len(destinations)} destinations; give each target one")
     buffers = []
     for target, destination in zip(plan.targets, destinations, strict=True):
-        buffer = as_bytes(destination, f"the destination of '{target.key}'")
+        buffer = as_bytes(destination, target.key, "the destination of '{}'")
         nbytes = target.numel * DTYPE_NBYTES[target.dtype]
         if len(buffer) != nbytes:
             raise ValueError(f"the destination of '{target.key}' has {len(buffer)} bytes, and its target {nbytes}")
@@ -160,14 +163,14 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
         yield batch
 
 
-def _read_file(index: CheckpointIndex, file: int, ranges: Iterable[_Range], consequence: str) -> None:
+def _read_file(index: CheckpointIndex, file: int, ranges: Iterable[_Range], consequence: str, check_digests: bool = True) -> None:
     """Read ranges of one file into their buffers, in whole chunks, and compare the digests of those."""
     record = index.files[file]
     reads = (read for layer in _layers(ranges) for read in _by_chunk(layer, record.size, record.header_nbytes))
-    _read_chunks(index, file, reads, consequence)
+    _read_chunks(index, file, reads, consequence, check_digests)
 
 
-def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead], consequence: str) -> None:
+def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead], consequence: str, check_digests: bool = True) -> None:
     """Read chunks of one file, a few at a time: while one is digested, the system copies the next."""
     descriptor = open_rank_file(index.path, index.files[file])
     free: SimpleQueue[memoryview] = SimpleQueue()
@@ -177,7 +180,7 @@ def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead],
     def read_one(read: _ChunkRead) -> None:
         scratch = free.get()
         try:
-            _read_chunk(descriptor, index, file, read, scratch, consequence)
+            _read_chunk(descriptor, index, file, read, scratch, consequence, check_digests)
         finally:
             free.put(scratch)
 
@@ -244,7 +247,9 @@ def _fill(one: Chunk, wanted: Sequence[_Range], scratch: memoryview) -> list[mem
     return buffers
 
 
-def _read_chunk(descriptor: int, index: CheckpointIndex, file: int, read: _ChunkRead, scratch: memoryview, consequence: str) -> None:
+def _read_chunk(
+    descriptor: int, index: CheckpointIndex, file: int, read: _ChunkRead, scratch: memoryview, consequence: str, check_digests: bool
+) -> None:
     record = index.files[file]
     number, start, stop = read.chunk
     buffers = _fill(read.chunk, read.wanted, scratch)
@@ -253,7 +258,7 @@ def _read_chunk(descriptor: int, index: CheckpointIndex, file: int, read: _Chunk
         raise CorruptCheckpointError(
             f"'{index.path / record.name}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
         )
-    if record.digests and digest_of_parts(buffers) != record.digest(number):
+    if check_digests and record.digests and digest_of_parts(buffers) != record.digest(number):
         raise CorruptCheckpointError(
             f"'{index.path / record.name}' is damaged between bytes {start} and {stop}, at or near key '{read.key}': they are not those "
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..pieces import Piece, check_piece
-from .buffers import as_bytes, in_groups, write_group
+from .buffers import as_bytes, in_groups, together, write_group
 from .digests import CHUNK_NBYTES, Digester
 from .format import DTYPE_NBYTES, FileRecord
-from .header import encode_header, in_file_order
+from .header import HeaderPart, encode_header, encode_part, in_file_order
 
-_GROUP_NBYTES = 64 << 20
+_GROUP_NBYTES = 16 << 20
 """What is written by one system call."""
-_FEW = 64
 
 
 def estimate_nbytes(pieces: Iterable[Piece]) -> int:
@@ -38,15 +38,47 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(path.name, size, 0, digester.finish())
 
 
-def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]]) -> FileRecord:
+@dataclass(frozen=True)
+class FilePlan:
+    """How pieces lie in a rank's file from its first data byte on. Made once, it serves every save of the same pieces.
+
+    Attributes:
+        count: how many pieces there are, those without elements included.
+        order: positions, among the pieces, of those that are stored, in the order of the data.
+        nbytes: of each of these.
+        header: what the header says about them.
+        last_itemsize: bytes an element of the last one; larger ones can't come after it. No piece at all lets any come.
+    """
+
+    count: int
+    order: Sequence[int] = field(repr=False)
+    nbytes: Sequence[int] = field(repr=False)
+    header: HeaderPart
+    last_itemsize: int
+
+
+def plan_file(pieces: Sequence[Piece]) -> FilePlan:
+    """Check pieces, and decide how they lie in a rank's file.
+
+    Raises:
+        ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
+    """
+    order, nbytes = _arrange(pieces)
+    last = DTYPE_NBYTES[pieces[order[-1]].dtype] if order else max(DTYPE_NBYTES.values())
+    return FilePlan(len(pieces), order, nbytes, encode_part([pieces[i] for i in order]), last)
+
+
+def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]], plan: FilePlan | None = None) -> FileRecord:
     """Write the pieces into a new file, wait until it is on the disk, and return its record, with the digests of what was written.
 
-    The data is handed to the system as it lies in memory, without a copy. Pieces without elements are not stored.
+    The data is handed to the system as it lies in memory, without a copy; only small pieces are put together first, a bounded number of
+    bytes at a time. Pieces without elements are not stored.
 
     Args:
         path: the file, whose directory exists; it must not exist itself. Its permissions follow the umask.
         pieces: each with its C-contiguous bytes in row-major order, ``numel`` times the dtype's size. Any object with the
             buffer protocol will do. Each key at most once.
+        plan: of the first of these pieces, or all, where they were planned before.
 
     Raises:
         ValueError: a piece that is no part of its tensor, an unknown dtype, a wrong number of bytes, or a key twice. No file
@@ -54,23 +86,32 @@ def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]]) -> F
         FileExistsError: the file is there already; it was not touched.
         OSError: the system refused, e.g. the disk is full. The file was removed.
     """
-    for piece, _ in pieces:
+    planned = 0 if plan is None else plan.count
+    others = [piece for piece, _ in pieces[planned:]]
+    order, nbytes = _arrange(others)
+    if plan is not None and order and DTYPE_NBYTES[others[order[0]].dtype] > plan.last_itemsize:
+        return write_rank_file(path, pieces)
+    header = encode_header([others[i] for i in order], None if plan is None else plan.header)
+    buffers = [memoryview(header)]
+    parts: list[tuple[Sequence[int], Sequence[int], int]] = [] if plan is None else [(plan.order, plan.nbytes, 0)]
+    for positions, sizes, start in [*parts, (order, nbytes, planned)]:
+        for i, size in zip(positions, sizes, strict=True):
+            piece, data = pieces[start + i]
+            buffer = as_bytes(data, piece.key)
+            if len(buffer) != size:
+                raise ValueError(f"'{piece.key}' has {len(buffer)} bytes, and {piece.numel} elements of {piece.dtype} are {size}")
+            buffers.append(buffer)
+    return write_file(path, buffers, len(buffers) - 1, len(header))
+
+
+def _arrange(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+    """Check pieces; return the positions of those that are stored in the order of the data, and their bytes."""
+    for piece in pieces:
         if piece.dtype not in DTYPE_NBYTES:
             raise ValueError(f"'{piece.key}' has dtype '{piece.dtype}', and a checkpoint holds only {', '.join(DTYPE_NBYTES)}")
         check_piece(piece)
-    order = in_file_order([piece for piece, _ in pieces])
-    header = encode_header([pieces[i][0] for i in order])
-    buffers = [memoryview(header)]
-    for i in order:
-        piece, data = pieces[i]
-        buffer = as_bytes(data, f"'{piece.key}'")
-        if len(buffer) != piece.numel * DTYPE_NBYTES[piece.dtype]:
-            raise ValueError(
-                f"'{piece.key}' has {len(buffer)} bytes, and {piece.numel} elements of {piece.dtype} are "
-                f"{piece.numel * DTYPE_NBYTES[piece.dtype]}"
-            )
-        buffers.append(buffer)
-    return write_file(path, buffers, len(order), len(header))
+    order = in_file_order(pieces)
+    return order, [pieces[i].numel * DTYPE_NBYTES[pieces[i].dtype] for i in order]
 
 
 def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, header_nbytes: int = 0) -> FileRecord:
@@ -91,16 +132,11 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
     try:
         try:
             with ThreadPoolExecutor(1) as beside:
-                for group in in_groups(buffers, _GROUP_NBYTES):
-                    if len(group) <= _FEW:
-                        # Digesting and writing both let go of Python's lock.
-                        wait = _begin_to_digest(beside, digester, group)
-                        write_group(descriptor, group)
-                        wait()
-                    else:
-                        # Many small buffers cost more time in Python than in either.
-                        _digest(digester, group)
-                        write_group(descriptor, group)
+                for group in in_groups(together(buffers), _GROUP_NBYTES):
+                    # Digesting and writing both let go of Python's lock.
+                    wait = _begin_to_digest(beside, digester, group)
+                    write_group(descriptor, group)
+                    wait()
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,12 @@ def die_while_saving(path: str, victim: int) -> tuple[str, float]:
     training.save(path, step=1)
     real = saving.write_rank_file
 
-    def write(file: Path, pieces: Sequence[Any]) -> Any:
+    def write(file: Path, *what: Any) -> Any:
         if dist.get_rank() == victim:
             # Half of a file is there by then.
             file.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(file, pieces)
+        return real(file, *what)
 
     training.step()
     threads = threading.active_count()
@@ -103,10 +103,10 @@ def fail_and_go_on(path: str, failing: int) -> tuple[str, list[float], list[floa
     losses = [training.step(), training.step()]
     real = saving.write_rank_file
 
-    def write(file: Path, pieces: Sequence[Any]) -> Any:
+    def write(file: Path, *what: Any) -> Any:
         if dist.get_rank() == failing:
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
-        return real(file, pieces)
+        return real(file, *what)
 
     text = "saved"
     try:

@@ -138,7 +138,7 @@ def save_and_load_here(paths: list[str]) -> list[Any]:
     return [steps, {key for key in before if before[key] != after[key] and not key.endswith((".unit", ".flags", ".gradients"))}]
 
 
-def _failing(*_: Any) -> Any:
+def _failing(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

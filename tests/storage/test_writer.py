@@ -19,7 +19,7 @@ from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.format import DTYPE_CODES, DTYPE_NBYTES, FileRecord
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES
-from paddle_fsdp_ckpt.storage.writer import write_rank_file
+from paddle_fsdp_ckpt.storage.writer import plan_file, write_rank_file
 
 
 def one(key: str, values: np.ndarray) -> tuple[Piece, memoryview]:
@@ -144,6 +144,36 @@ def test_one_large_and_4000_tiny_pieces_cost_their_bytes_and_few_calls(tmp_path:
     assert record.size < flat.nbytes + 4000 * (16 + 200)
     assert len(groups) <= 5
     assert load_file(tmp_path / "0_0.safetensors")["layers.3999.norm.weight"].tolist() == [15996, 15997, 15998, 15999]
+
+
+@pytest.mark.parametrize("planned", [0, 3, 5, 6])
+@pytest.mark.parametrize("last", [np.zeros(3, np.uint8), np.zeros(2, np.float64)])
+def test_a_plan_of_the_first_pieces_changes_nothing(tmp_path: Path, planned: int, last: np.ndarray) -> None:
+    """Whether what comes behind them may lie behind them or, having larger elements, may not."""
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    pieces = [
+        one("small", np.array([1, 2, 3], np.int8)),
+        cut("flat", whole, flat=(5, 17)),
+        one("nothing", np.zeros((0, 4), np.float32)),
+        cut("flat of a box", whole, flat=(1, 4), offset=(1, 2), local=(2, 3)),
+        one("half", np.ones(5, np.float16)),
+        one("last \u00fc", last),
+    ]
+    right = write_rank_file(tmp_path / "0_0.safetensors", pieces)
+    plan = plan_file([piece for piece, _ in pieces[:planned]])
+    for number in (1, 2):
+        record = write_rank_file(tmp_path / f"{number}_0.safetensors", pieces, plan)
+        assert (record.size, record.pieces, record.header_nbytes) == (right.size, right.pieces, right.header_nbytes)
+        # The order among elements of one size may be another.
+        files = [load_file(tmp_path / f"{rank}_0.safetensors") for rank in (0, number)]
+        assert files[0].keys() == files[1].keys()
+        assert all(np.array_equal(files[0][key], files[1][key]) for key in files[0])
+
+
+def test_a_key_of_the_plan_is_not_stored_again(tmp_path: Path) -> None:
+    pieces = [one("a", np.zeros(2)), one("a", np.ones(2))]
+    with pytest.raises(ValueError, match="'a' can't be stored twice"):
+        write_rank_file(tmp_path / "0_0.safetensors", pieces, plan_file([pieces[0][0]]))
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,192 @@
+"""The cases: what is compared, on how many ranks, with whom."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from . import paddle_side, plain, training_side
+from .bench import OURS, PLAIN, Bench
+from .group import Group
+from .measure import Measurement
+from .sizes import Size
+
+DCP = "PyTorch FSDP2 + DCP"
+STOCK = "stock Paddle, safetensors"
+DISTCP = "stock Paddle, .distcp"
+_WITHOUT_DIGESTS = f"{OURS}, digests not checked"
+
+
+class _Jobs:
+    """A model on some ranks in Paddle, and the same in PyTorch where that is there."""
+
+    def __init__(self, bench: Bench, stack: ExitStack, size: Size, world_size: int) -> None:
+        self.bench = bench
+        self.world_size = world_size
+        # Both begin at the same time.
+        self.paddle = stack.enter_context(bench.group("paddle", world_size))
+        self.torch = stack.enter_context(bench.group("torch", world_size)) if bench.with_torch else None
+        self.nbytes = sum(self.paddle.call(paddle_side.build, size))
+        if self.torch is not None:
+            self.torch.call(_torch_side().build, size)
+
+    def save(self, case: str, operation: str, *, saved_as: str, peers: bool = True, repeats: int | None = None) -> None:
+        """Save with everybody, each to ``NAME-saved_as``, and wait for the disk."""
+        fresh, paddle_job = self.bench.fresh, self.paddle
+        contenders: dict[str, Callable[[], list[Measurement]]] = {
+            PLAIN: lambda: paddle_job.call(plain.write, fresh(f"plain-{saved_as}"), self.nbytes // self.world_size),
+            OURS: lambda: paddle_job.call(paddle_side.save, fresh(f"ours-{saved_as}")),
+        }
+        if peers:
+            contenders[STOCK] = lambda: paddle_job.call(paddle_side.stock_save, fresh(f"stock-{saved_as}"), True)
+            contenders[DISTCP] = lambda: paddle_job.call(paddle_side.stock_save, fresh(f"distcp-{saved_as}"), False)
+            contenders |= self._torch(lambda job, side: job.call(side.save, fresh(f"dcp-{saved_as}")))
+        self.bench.compare(case, operation, self.nbytes, contenders, repeats)
+        plain.sync(self.bench.path(f"ours-{saved_as}"))
+
+    def load(self, case: str, operation: str, *, saved_as: str, peers: bool = True) -> None:
+        """Load with everybody what each saved as ``NAME-saved_as``."""
+        path, paddle_job = self.bench.path, self.paddle
+        files = sorted(str(file) for file in Path(path(f"ours-{saved_as}")).glob("*.safetensors"))
+        contenders: dict[str, Callable[[], list[Measurement]]] = {
+            PLAIN: lambda: paddle_job.call(plain.read, files, self.world_size),
+            OURS: lambda: paddle_job.call(paddle_side.load, path(f"ours-{saved_as}")),
+            _WITHOUT_DIGESTS: lambda: paddle_job.call(paddle_side.load, path(f"ours-{saved_as}"), False),
+        }
+        if peers:
+            contenders[STOCK] = lambda: paddle_job.call(paddle_side.stock_load, path(f"stock-{saved_as}"))
+            contenders |= self._torch(lambda job, side: job.call(side.load, path(f"dcp-{saved_as}")))
+        self.bench.compare(case, operation, self.nbytes, contenders)
+
+    def load_cold(self, case: str, saved_as: str) -> None:
+        """Load and read what the kernel no longer has in memory."""
+        directory = self.bench.path(f"ours-{saved_as}")
+        files = sorted(str(file) for file in Path(directory).glob("*.safetensors"))
+
+        def cold(call: Callable[[], list[Measurement]]) -> Callable[[], list[Measurement]]:
+            def contender() -> list[Measurement]:
+                plain.forget(directory)
+                return call()
+
+            return contender
+
+        contenders = {
+            PLAIN: cold(lambda: self.paddle.call(plain.read, files, self.world_size)),
+            OURS: cold(lambda: self.paddle.call(paddle_side.load, directory)),
+        }
+        self.bench.compare(case, f"load, cold, {self.world_size} ranks", self.nbytes, contenders)
+
+    def _torch(self, call: Callable[[Group, Any], list[Measurement]]) -> dict[str, Callable[[], list[Measurement]]]:
+        if self.torch is None:
+            return {}
+        job = self.torch
+        return {DCP: lambda: call(job, _torch_side())}
+
+
+def _torch_side() -> Any:
+    # Only where PyTorch is there.
+    return importlib.import_module("benchmarks.torch_side")
+
+
+def save_and_load(bench: Bench, case: str, size: Size) -> None:
+    """Save from 2 ranks, load into 2, 1 and 3; save from 1, load into 2."""
+    with ExitStack() as stack:
+        two = _Jobs(bench, stack, size, 2)
+        two.save(case, "save, 2 ranks", saved_as="of2")
+        two.load(case, "load, 2 to 2 ranks", saved_as="of2")
+        if case == "big":
+            two.load_cold(case, "of2")
+        with ExitStack() as inner:
+            one = _Jobs(bench, inner, size, 1)
+            one.load(case, "load, 2 to 1 ranks", saved_as="of2")
+            one.save(case, "save, 1 rank", saved_as="of1", repeats=1)
+        two.load(case, "load, 1 to 2 ranks", saved_as="of1")
+    with ExitStack() as stack:
+        _Jobs(bench, stack, size, 3).load(case, "load, 2 to 3 ranks", saved_as="of2")
+
+
+def many_keys(bench: Bench, case: str, size: Size) -> None:
+    """Save from 2 ranks, the first time and later; read the index; load into 1 rank."""
+    with ExitStack() as stack:
+        two = _Jobs(bench, stack, size, 2)
+        bench.compare(case, "first save, 2 ranks", two.nbytes, {OURS: lambda: two.paddle.call(paddle_side.save, bench.fresh("first"))}, 1)
+        two.save(case, "save, 2 ranks", saved_as="of2")
+    with ExitStack() as stack:
+        one = _Jobs(bench, stack, size, 1)
+        bench.compare(case, "read the index", one.nbytes, {OURS: lambda: one.paddle.call(paddle_side.index, bench.path("ours-of2"))})
+        one.load(case, "load, 2 to 1 ranks", saved_as="of2")
+
+
+def background(bench: Bench, case: str, size: Size) -> None:
+    """How long training waits for a save that then goes on in the background."""
+    with ExitStack() as stack:
+        two = _Jobs(bench, stack, size, 2)
+        two.paddle.call(paddle_side.open_manager, bench.fresh("manager"))
+        steps = iter(range(1, 1000))
+        contenders: dict[str, Callable[[], list[Measurement]]] = {
+            "one copy": lambda: two.paddle.call(plain.copy, two.nbytes // 2),
+            OURS: lambda: two.paddle.call(paddle_side.background_save, next(steps)),
+        }
+        if two.torch is not None:
+            job = two.torch
+            contenders[DCP] = lambda: job.call(_torch_side().background_save, bench.fresh("dcp-background"))
+            contenders[DCP] = _then(contenders[DCP], lambda: job.call(_torch_side().wait_for_background))
+        contenders[OURS] = _then(contenders[OURS], lambda: two.paddle.call(paddle_side.wait_for_background))
+        bench.compare(case, "first, training waits", two.nbytes, contenders, 1)
+        bench.compare(case, "later, training waits", two.nbytes, contenders)
+
+
+def _then(call: Callable[[], list[Measurement]], after: Callable[[], object]) -> Callable[[], list[Measurement]]:
+    """Return what measures ``call``, and then does ``after``."""
+
+    def both() -> list[Measurement]:
+        measured = call()
+        after()
+        return measured
+
+    return both
+
+
+def training_step(bench: Bench, case: str, size: tuple[int, int]) -> None:
+    """One step of one model on 2 ranks."""
+    names = {"Paddle's fused runtime": "paddle", OURS: "ours", "unfused, gradients averaged one by one": "unfused"}
+    with ExitStack() as stack:
+        groups = {name: stack.enter_context(bench.group("paddle", 2)) for name in names}
+        for name, group in groups.items():
+            group.call(training_side.build, names[name], *size)
+            for _ in range(3):
+                group.call(training_side.step)
+        contenders = {name: (lambda group=group: group.call(training_side.step)) for name, group in groups.items()}
+        bench.compare(case, "step, 2 ranks", 0, contenders, 4 * bench.repeats)
+
+
+def gather(bench: Bench, case: str, size: Size) -> None:
+    """Gather every whole parameter on 2 ranks."""
+    nbytes = size.parameters * size.shape[0] * size.shape[1] * 2
+    times = len(size.blocks())
+    with ExitStack() as stack:
+        two = _Jobs(bench, stack, size, 2)
+        contenders: dict[str, Callable[[], list[Measurement]]] = {
+            "bare collectives": lambda: two.paddle.call(paddle_side.plain_gather, nbytes // times // 2, times),
+            OURS: lambda: two.paddle.call(paddle_side.gather),
+        }
+        if two.torch is not None:
+            job = two.torch
+            contenders["PyTorch FSDP2, full state dict"] = lambda: job.call(_torch_side().gather)
+        bench.compare(case, "gather, 2 ranks", nbytes, contenders)
+
+
+def cases(sizes: Mapping[str, Size], quick: bool) -> dict[str, Callable[[Bench], None]]:
+    """Return the cases by name."""
+    step = (32, 2) if quick else (512, 6)
+    return {
+        "big": lambda bench: save_and_load(bench, "big", sizes["big"]),
+        "many": lambda bench: save_and_load(bench, "many", sizes["many"]),
+        "scale": lambda bench: many_keys(bench, "scale", sizes["scale"]),
+        "async": lambda bench: background(bench, "async", sizes["big"]),
+        "gather": lambda bench: gather(bench, "gather", sizes["big"]),
+        "step": lambda bench: training_step(bench, "step", step),
+    }

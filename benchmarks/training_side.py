@@ -1,0 +1,97 @@
+"""What runs in the processes that train one model: on our runtime, on Paddle's own fused one, and unfused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+from paddle.nn import functional as F
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
+
+from .measure import Measurement, measure
+
+_FEATURES = 64
+_ROWS = 128
+
+
+class TransformerLayer(nn.Layer):
+    """A residual block; Paddle's runtime cuts into units by this class name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Add to ``[rows, width]`` what two layers make of it."""
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class _Model(nn.Layer):
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(_FEATURES, width, bias_attr=False)
+        self.blocks = nn.LayerList([TransformerLayer(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 1)
+
+    def get_input_embeddings(self) -> nn.Layer:
+        """Paddle's runtime gives this layer a buffer of its own."""
+        return self.embed
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+_model: Any = None
+_optimizer: Any = None
+_batch: Any = None
+_reduces = False
+_stack = ExitStack()
+
+
+def build(runtime: str, width: int, blocks: int) -> None:
+    """Make the model and its AdamW: ``ours``, ``paddle``, or ``unfused``, where each gradient is averaged over the ranks by itself."""
+    global _model, _optimizer, _batch, _reduces
+    paddle.seed(1)
+    _batch = paddle.to_tensor(np.random.RandomState(dist.get_rank()).randn(_ROWS, _FEATURES).astype("float32"))
+    if runtime == "paddle":
+        from paddle.distributed.fsdp import fully_shard
+
+        _stack.enter_context(paddle_runtime_on_cpu())
+        mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+        dist.auto_parallel.set_mesh(mesh)
+        _model = _Model(width, blocks)
+        fully_shard(_model, mesh=mesh)
+        _batch = dist.auto_parallel.api.dtensor_from_local(_batch, mesh, [dist.Shard(0)])
+    else:
+        _model = _Model(width, blocks)
+    _optimizer = paddle.optimizer.AdamW(1e-3, parameters=_model.parameters())
+    if runtime == "ours":
+        ckpt.fully_shard(_model, optimizer=_optimizer)
+    _reduces = runtime == "unfused"
+
+
+def step() -> Measurement:
+    """Train one step."""
+    return measure(_step)
+
+
+def _step() -> None:
+    _model(_batch).square().mean().backward()
+    if _reduces:
+        with paddle.no_grad():
+            for parameter in _model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.scale_(1.0 / dist.get_world_size())
+    _optimizer.step()
+    _optimizer.clear_grad()

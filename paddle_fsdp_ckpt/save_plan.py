@@ -1,0 +1,204 @@
+"""What a rank stores of a model and its optimizers, and how it lies in its file: planned once, and kept from save to save.
+
+A plan is kept with the sharded model itself. The next save uses it only where nothing has changed that it was made of: the same tensors
+under the same names, each at the same address, of the same shape and dtype. Otherwise it makes a new one.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import paddle
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+from .host_memory import bytes_of
+from .pieces import Piece
+from .shardings import LiveTables
+from .state_dict import weights_to_store
+from .storage.flex import piece_of
+from .storage.format import DTYPE_NBYTES, FileRecord
+from .storage.reserved_keys import check_not_reserved
+from .storage.writer import FilePlan, estimate_nbytes, plan_file
+from .subjects import Subjects
+
+
+class _Source(NamedTuple):
+    """Where the bytes of a piece are: position of a tensor among those that are known, first byte in it, and how many there are."""
+
+    tensor: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """What one rank stores, without the tensors themselves.
+
+    Attributes:
+        pieces: what is stored.
+        sources: where the bytes of each piece are.
+        file: how they lie in the file.
+        estimated_nbytes: about how many bytes the file will have.
+        views: the bytes of each piece, where they are on this host; they are right as long as no tensor moves.
+    """
+
+    pieces: Sequence[Piece]
+    sources: Sequence[_Source]
+    file: FilePlan
+    estimated_nbytes: int
+    views: Sequence[memoryview] | None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensors:
+    """What one rank stores in one save: a plan, and the live tensors, which this keeps alive."""
+
+    plan: SavePlan
+    tensors: Sequence[paddle.Tensor]
+
+    def contents(self) -> Iterator[tuple[Piece, memoryview]]:
+        """Yield each piece with its bytes: the tensors' own memory, where that is on the host; else copies."""
+        if self.plan.views is not None:
+            yield from zip(self.plan.pieces, self.plan.views, strict=True)
+            return
+        for piece, (number, start, nbytes) in zip(self.plan.pieces, self.plan.sources, strict=True):
+            yield piece, bytes_of(self.tensors[number])[start : start + nbytes]
+
+
+class _Seen(NamedTuple):
+    """A tensor as a plan saw it. A plan must not keep it alive."""
+
+    tensor: weakref.ReferenceType[paddle.Tensor]
+    address: int
+    shape: list[int]
+    dtype: paddle.dtype
+
+    def is_unchanged(self, tensor: paddle.Tensor) -> bool:
+        """Tell whether ``tensor`` is this one, and is where and what it was."""
+        is_same = self.tensor() is tensor
+        return (
+            is_same
+            and tensor.data_ptr() == self.address
+            and tensor.shape == self.shape
+            and tensor.dtype == self.dtype
+            and tensor.is_contiguous()
+        )
+
+
+class KnownIndex(NamedTuple):
+    """What rank 0 worked out of the headers of all ranks' files.
+
+    Attributes:
+        headers: of each file: name, size, number of pieces, and size and digest of the header.
+        paddle_metadata: the content of ``0.metadata``.
+    """
+
+    headers: list[tuple[str, int, int, int, str]]
+    paddle_metadata: bytes
+
+
+def headers_of(files: Sequence[FileRecord]) -> list[tuple[str, int, int, int, str]]:
+    """Return what tells the headers of files from others; see :class:`KnownIndex`."""
+    return [(one.name, one.size, one.pieces, one.header_nbytes, one.digest(0)) for one in files]
+
+
+class SaveMemory:
+    """What saves of one sharded model keep from one to the next.
+
+    Attributes:
+        index: what rank 0 knows of the last save's files; None before the first, and elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.index: KnownIndex | None = None
+        self._plan: SavePlan | None = None
+        self._names: list[object] = []
+        self._seen: list[_Seen] = []
+
+    def recall(self, tables: LiveTables) -> SavePlan | None:
+        """Return the last plan, where it was made of just these tensors as they are now."""
+        if self._plan is None or len(tables.tensors) != len(self._seen) or tables.names != self._names:
+            return None
+        if not all(seen.is_unchanged(tensor) for seen, tensor in zip(self._seen, tables.tensors, strict=True)):
+            return None
+        return self._plan
+
+    def keep(self, tables: LiveTables, plan: SavePlan) -> None:
+        """Keep a plan that was made of these tensors."""
+        self._plan, self._names = plan, tables.names
+        self._seen = [_Seen(weakref.ref(one), one.data_ptr(), list(one.shape), one.dtype) for one in tables.tensors]
+
+
+def memory_of(subjects: Subjects) -> SaveMemory | None:
+    """Return what saves of this model keep; None where nothing is kept, as nobody could tell that it is out of date."""
+    kept = subjects.sharding.kept
+    if kept is None:
+        return None
+    memory: SaveMemory = kept.setdefault(SaveMemory, SaveMemory())
+    return memory
+
+
+def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()) -> StoredTensors:
+    """Return what this rank's file holds of a model and its optimizers, but for the keys that are left out.
+
+    Raises:
+        ShardingError: the model was written to in a way that would be lost, or two tensors have one key.
+        CheckpointError: a key is reserved.
+    """
+    tables = subjects.sharding.live_tables([one.optimizer for one in subjects.steppers], subjects.buffers)
+    memory = memory_of(subjects)
+    if memory is not None and tables is not None:
+        tables.names.append((rank, frozenset(left_out), [[one.slot.name for one in stepper.parameters] for stepper in subjects.steppers]))
+        known = memory.recall(tables)
+        if known is not None:
+            return StoredTensors(known, tables.tensors)
+    weights = {key: weight for key, weight in weights_to_store(subjects, rank).items() if key not in left_out}
+    check_not_reserved(weights)
+    sources = None if tables is None else _find(weights, tables.tensors)
+    if memory is not None and tables is not None and sources is not None:
+        plan = _plan(weights, sources, tables.tensors)
+        memory.keep(tables, plan)
+        return StoredTensors(plan, tables.tensors)
+    tensors = [weight.local_tensor for weight in weights.values()]
+    whole = [_Source(number, 0, _nbytes(tensor)) for number, tensor in enumerate(tensors)]
+    return StoredTensors(_plan(weights, whole, tensors), tensors)
+
+
+def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tensors: Sequence[paddle.Tensor]) -> SavePlan:
+    pieces = [piece_of(key, weight) for key, weight in weights.items()]
+    views = None
+    if all(one.place.is_cpu_place() and one.is_contiguous() for one in tensors):
+        whole = [bytes_of(one) for one in tensors]
+        views = [
+            whole[number] if len(whole[number]) == nbytes else whole[number][start : start + nbytes] for number, start, nbytes in sources
+        ]
+    # What a file can't hold is said where it is written.
+    known = all(piece.dtype in DTYPE_NBYTES for piece in pieces)
+    return SavePlan(pieces, sources, plan_file(pieces if known else []), estimate_nbytes(pieces), views)
+
+
+def _nbytes(tensor: paddle.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
+
+
+def _find(weights: Mapping[str, ShardedWeight], tensors: Sequence[paddle.Tensor]) -> list[_Source] | None:
+    """Return in which of the tensors the bytes of each weight lie; None where one lies in none of them."""
+    places = sorted((one.data_ptr(), number, _nbytes(one)) for number, one in enumerate(tensors))
+    addresses = [address for address, _, _ in places]
+    sources = []
+    for weight in weights.values():
+        view = weight.local_tensor
+        address, nbytes = view.data_ptr(), _nbytes(view)
+        position = bisect_right(addresses, address) - 1
+        if position < 0 or not view.is_contiguous():
+            return None
+        start, number, available = places[position]
+        if address + nbytes > start + available:
+            return None
+        sources.append(_Source(number, address - start, nbytes))
+    return sources
