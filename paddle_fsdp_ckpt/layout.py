@@ -102,6 +102,16 @@ class FlatBuffer:
         """Bytes of the whole buffer, padding included."""
         return self.numel * ITEM_SIZES[self.dtype]
 
+    @property
+    def gradient_dtype(self) -> str:
+        """In which dtype our runtime reduces and keeps gradients: float32 for 16-bit floats, else :attr:`dtype`."""
+        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the whole buffer's gradient, padding included."""
+        return self.numel * ITEM_SIZES[self.gradient_dtype]
+
     def shard(self, rank: int) -> Range:
         """Return the range of the buffer that ``rank`` keeps."""
         if not 0 <= rank < self.world_size:

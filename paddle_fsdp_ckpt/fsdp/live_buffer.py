@@ -10,7 +10,7 @@ from ..layout import FlatBuffer, Slot
 from .communication import Communicator
 from .parameter_shard import ParameterShard
 from .saved_weights import SAVED_WEIGHTS
-from .tensors import flat_view, gradient_dtype
+from .tensors import flat_view
 
 if TYPE_CHECKING:
     from paddle.base.framework import EagerParamBase
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class LiveBuffer:
-    """One flat buffer: this rank's shard, and, while they are needed, the whole buffer and the gradients.
-
-    Attributes:
-        gradient_dtype: of its gradients, see :func:`~.tensors.gradient_dtype`.
-    """
+    """One flat buffer: this rank's shard, and, while they are needed, the whole buffer and the gradients."""
 
     def __init__(
         self, unit: Unit, layout: FlatBuffer, parameters: list[EagerParamBase], first_index: int, communicator: Communicator
@@ -31,7 +27,6 @@ class LiveBuffer:
         self.unit = unit
         self.layout = layout
         self.communicator = communicator
-        self.gradient_dtype = gradient_dtype(layout.dtype)
         self.shard: paddle.Tensor = self._fuse(parameters)
         self.whole: paddle.Tensor | None = None
         self._whole_gradient: paddle.Tensor | None = None
@@ -75,9 +70,9 @@ class LiveBuffer:
         """Add a parameter's whole gradient of this rank, not reduced yet."""
         with paddle.no_grad():
             if self._whole_gradient is None:
-                self._whole_gradient = paddle.empty([self.layout.numel], dtype=self.gradient_dtype)
+                self._whole_gradient = paddle.empty([self.layout.numel], dtype=self.layout.gradient_dtype)
             view = flat_view(self._whole_gradient, slot.range)
-            flat = gradient.detach().reshape([-1]).astype(self.gradient_dtype)
+            flat = gradient.detach().reshape([-1]).astype(self.layout.gradient_dtype)
             if slot.offset in self._filled_slots:
                 view.add_(flat)
             else:
@@ -110,7 +105,7 @@ class LiveBuffer:
         whole, filled = self._whole_gradient, self._filled_slots
         self._whole_gradient, self._filled_slots = None, set()
         if whole is None:
-            return paddle.zeros([self.layout.numel], dtype=self.gradient_dtype)
+            return paddle.zeros([self.layout.numel], dtype=self.layout.gradient_dtype)
         for slot in self.layout.slots:
             if slot.offset not in filled:
                 flat_view(whole, slot.range).zero_()
@@ -119,7 +114,7 @@ class LiveBuffer:
     def gradient_shard(self) -> paddle.Tensor:
         """Return this rank's shard of the reduced gradient, made of zeros where there is none."""
         if self._gradient_shard is None:
-            self._gradient_shard = paddle.zeros([self.layout.shard_numel], dtype=self.gradient_dtype)
+            self._gradient_shard = paddle.zeros([self.layout.shard_numel], dtype=self.layout.gradient_dtype)
         for shard in self._zeros:
             flat_view(self._gradient_shard, shard.buffer_range).zero_()
         self._zeros.clear()

@@ -248,7 +248,7 @@ class ParameterShard:
         if value is None:
             self.clear_gradient(set_to_zero=False)
             return
-        dtype = self.buffer.gradient_dtype
+        dtype = self.buffer.layout.gradient_dtype
         if list(value.shape) != [self.range.numel] or dtype_name(value) not in (dtype, self.buffer.layout.dtype):
             raise ShardingError(
                 f"{self.describe()}: its gradient can't be set to a tensor of shape {list(value.shape)} and dtype {dtype_name(value)}; "

@@ -21,11 +21,6 @@ def _name_of(dtype: paddle.dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def gradient_dtype(dtype: str) -> str:
-    """Return in which dtype gradients of parameters of ``dtype`` are reduced and kept: float32 for 16-bit floats, else their own."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
-
-
 def flat_view(flat: paddle.Tensor, wanted: Range) -> paddle.Tensor:
     """Return a 1-D view of ``flat``; of shape [0] for an empty range."""
     if wanted.numel:

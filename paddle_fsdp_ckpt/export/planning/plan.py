@@ -44,7 +44,7 @@ class WorldPlan:
     Attributes:
         world_size: how many ranks.
         parameters: what each rank keeps of them, with padding.
-        gradients: the same of the gradients.
+        gradients: the same of the gradients; those of 16-bit floats are float32.
         states: what the fullest rank keeps of the optimizer's states, master weights not among them.
         master_weights: the same of these.
         padding: of all ranks' parameters together, what is padding.
@@ -251,11 +251,11 @@ def _plan_world(layout: Layout, units: Sequence[PlannedUnit], states_of: Callabl
     return WorldPlan(
         world_size=layout.world_size,
         parameters=shards,
-        gradients=shards,
+        gradients=sum(buffer.gradient_nbytes for buffer in layout.buffers) // layout.world_size,
         states=fullest.states,
         master_weights=fullest.master_weights,
         padding=shards * layout.world_size - filled,
-        whole_unit=2 * _largest_unit(layout, units),
+        whole_unit=_largest_unit(layout, units),
         keys=keys,
         pieces=pieces,
         values=sum(total.values for total in totals),
@@ -298,7 +298,8 @@ def _header_sizes(layout: Layout, states_of: Callable[[str], Sequence[PlannedSta
 
 
 def _largest_unit(layout: Layout, units: Sequence[PlannedUnit]) -> int:
+    """Return how large the largest unit is whole, with its gradients."""
     nbytes = dict.fromkeys((unit.name for unit in units), 0)
     for buffer in layout.buffers:
-        nbytes[buffer.name.rpartition("/")[0]] += buffer.nbytes
+        nbytes[buffer.name.rpartition("/")[0]] += buffer.nbytes + buffer.gradient_nbytes
     return max(nbytes.values())
