@@ -27,7 +27,7 @@ _SAMPLED_RANKS = 4
 # Bytes of host memory in a save and a load, as measured with CPython 3.11: what each object of the runtime about a piece takes.
 _INDEX_NBYTES = 370
 """Of one piece in the index of a whole checkpoint, which each rank reads to load, and the first rank to commit a save."""
-_SAVED_PIECE_NBYTES = 1000
+_SAVED_PIECE_NBYTES = 1200
 """Of a rank's own piece in a save: its description, the view of its values, its place in a header."""
 _LOADED_PIECE_NBYTES = 2500
 """The same in a load, with its place in a read plan."""
