@@ -13,7 +13,7 @@ from ...layout import ITEM_SIZES, Layout
 from ...optimizer_states import StateKind
 from ...storage.format import DTYPE_NBYTES, JsonValue
 from ...storage.header import encode_header, in_file_order
-from ..config import CONFIG_NAME, ModelConfig, read_config_file
+from ..config import CONFIG_NAME, TIED, ModelConfig, read_config_file
 from ..text import Block, BlockReport, Table, size_text
 from .architecture import PlannedUnit, planned_units
 from .pieces import planned_layout, rank_pieces
@@ -212,8 +212,15 @@ def plan_run(
         optimizer,
         any(state.is_master for state in states_of(chosen)),
         tuple(_plan_world(layout, units, states_of) for layout in layouts),
-        _NOTES,
+        (*_ties(found, units), *_NOTES),
     )
+
+
+def _ties(config: ModelConfig, units: Sequence[PlannedUnit]) -> list[str]:
+    is_tied = any(len(parameter.names) > 1 for unit in units for parameter in unit.parameters)
+    if config.flag(TIED, False) and not is_tied:
+        return [f"the configuration says {TIED}, and PaddleFormers' models with experts don't tie: the head is counted by itself"]
+    return []
 
 
 def _dtype(config: ModelConfig, wanted: str | None) -> str:
@@ -251,11 +258,11 @@ def _plan_world(layout: Layout, units: Sequence[PlannedUnit], states_of: Callabl
     return WorldPlan(
         world_size=layout.world_size,
         parameters=shards,
-        gradients=shards,
+        gradients=sum(buffer.shard_numel * _gradient_item_size(buffer.dtype) for buffer in layout.buffers),
         states=fullest.states,
         master_weights=fullest.master_weights,
         padding=shards * layout.world_size - filled,
-        whole_unit=2 * _largest_unit(layout, units),
+        whole_unit=_largest_unit(layout, units),
         keys=keys,
         pieces=pieces,
         values=sum(total.values for total in totals),
@@ -298,7 +305,13 @@ def _header_sizes(layout: Layout, states_of: Callable[[str], Sequence[PlannedSta
 
 
 def _largest_unit(layout: Layout, units: Sequence[PlannedUnit]) -> int:
+    """Return the bytes of the largest unit, whole, with its gradients."""
     nbytes = dict.fromkeys((unit.name for unit in units), 0)
     for buffer in layout.buffers:
-        nbytes[buffer.name.rpartition("/")[0]] += buffer.nbytes
+        nbytes[buffer.name.rpartition("/")[0]] += buffer.numel * (ITEM_SIZES[buffer.dtype] + _gradient_item_size(buffer.dtype))
     return max(nbytes.values())
+
+
+def _gradient_item_size(dtype: str) -> int:
+    """Return how many bytes the runtime keeps for an element of the gradient of a parameter of ``dtype``."""
+    return ITEM_SIZES[dtype]
