@@ -46,7 +46,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-other-base", action="store_true", help="hf: merge into another base than the one of the adapters")
     parser.add_argument("--lora-alpha", type=float, metavar="A", help="hf, peft: adapters scale by A / r (default: as the checkpoint says)")
     parser.add_argument("--optimizer", action="store_true", help="hf: write the optimizer's states too, into OUT/optimizer")
-    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="threads that read and convert (default: 1)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="hf, fc: threads that read and convert (default: 1)")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="hf: of a file, such as 500MB (default: 5GB)")
 
 
@@ -64,6 +64,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "allow_other_base": ["hf"],
         "max_shard_size": ["hf"],
         "optimizer": ["hf"],
+        "workers": ["hf", "fc"],
         "config": ["hf", "peft"],
         "master_weights": ["hf", "peft"],
         "lora_alpha": ["hf", "peft"],
@@ -88,7 +89,7 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Re
         max_shard_nbytes=arguments.max_shard_size or DEFAULT_MAX_SHARD_NBYTES,
         progress=progress,
         optimizer=arguments.optimizer,
-        workers=arguments.workers,
+        workers=arguments.workers or 1,
     )
 
 
@@ -99,7 +100,7 @@ def _to_checkpoint(arguments: argparse.Namespace, progress: ShowProgress) -> Rep
         recipe=arguments.recipe,
         dtype=DTYPES.get(arguments.dtype),
         progress=progress,
-        workers=arguments.workers,
+        workers=arguments.workers or 1,
     )
 
 

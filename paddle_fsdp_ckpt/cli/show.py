@@ -29,7 +29,7 @@ def _show_richly(report: BlockReport) -> bool:
     console = Console()
     for block in report.blocks():
         if isinstance(block, str):
-            console.print(Text(block))
+            console.print(Text(block), soft_wrap=True)
             continue
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for number, title in enumerate(block.titles):

@@ -126,6 +126,9 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
         assert world.parameters * world.world_size == 2 * found.elements + 2 * routers + world.padding
         assert 0 < world.padding < 1e-3 * world.values
     assert "18,867 parameters" in str(found)
+    assert "the head is counted by itself" not in str(found)
+    tied = plan_run(write_config(tmp_path, QWEN3_30B_A3B | {"tie_word_embeddings": True, "num_hidden_layers": 1}), [2])
+    assert "the head is counted by itself" in str(tied)
 
 
 def test_every_element_lies_on_just_one_rank(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ...layout import ITEM_SIZES, Layout
 from ...optimizer_states import StateKind
 from ...storage.format import DTYPE_NBYTES, JsonValue
 from ...storage.header import encode_header, in_file_order
-from ..config import CONFIG_NAME, ModelConfig, read_config_file
+from ..config import CONFIG_NAME, TIED, ModelConfig, read_config_file
 from ..text import Block, BlockReport, Table, size_text
 from .architecture import PlannedUnit, planned_units
 from .pieces import planned_layout, rank_pieces
@@ -27,7 +27,7 @@ _SAMPLED_RANKS = 4
 # Bytes of host memory in a save and a load, as measured with CPython 3.11: what each object of the runtime about a piece takes.
 _INDEX_NBYTES = 370
 """Of one piece in the index of a whole checkpoint, which each rank reads to load, and the first rank to commit a save."""
-_SAVED_PIECE_NBYTES = 1000
+_SAVED_PIECE_NBYTES = 1200
 """Of a rank's own piece in a save: its description, the view of its values, its place in a header."""
 _LOADED_PIECE_NBYTES = 2500
 """The same in a load, with its place in a read plan."""
@@ -212,8 +212,15 @@ def plan_run(
         optimizer,
         any(state.is_master for state in states_of(chosen)),
         tuple(_plan_world(layout, units, states_of) for layout in layouts),
-        _NOTES,
+        (*_ties(found, units), *_NOTES),
     )
+
+
+def _ties(config: ModelConfig, units: Sequence[PlannedUnit]) -> list[str]:
+    is_tied = any(len(parameter.names) > 1 for unit in units for parameter in unit.parameters)
+    if config.flag(TIED, False) and not is_tied:
+        return [f"the configuration says {TIED}, and PaddleFormers' models with experts don't tie: the head is counted by itself"]
+    return []
 
 
 def _dtype(config: ModelConfig, wanted: str | None) -> str:
