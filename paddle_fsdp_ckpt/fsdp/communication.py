@@ -34,7 +34,7 @@ class Communicator:
         # Paddle gives the one member of a group of one the rank -1.
         self.rank: int = 0 if group is None else max(0, group.rank)
         self.world_size: int = 1 if group is None else group.nranks
-        self._has_reduce_scatter = group is None or dist.get_backend(group).upper() != "GLOO"
+        self._has_reduce_scatter = self.world_size > 1 and dist.get_backend(group).upper() != "GLOO"
 
     @property
     def alone(self) -> bool:

@@ -69,6 +69,14 @@ def complex_parameter() -> Call:
     return Call(model)
 
 
+def buffer_that_trains() -> Call:
+    model = Net(2)
+    scale = paddle.ones([6])
+    scale.stop_gradient = False
+    model.blocks[1].register_buffer("scale", scale)
+    return Call(model)
+
+
 def shared_memory() -> Call:
     model = Net(2)
     whole, part = model.blocks[0].up.weight, model.blocks[1].norm.weight
@@ -129,6 +137,7 @@ BAD = {
     holds_a_sharded_layer: ("ShardingError", "already sharded by this package: blocks.0.norm.weight"),
     integer_parameter: ("ShardingError", "blocks.0.codes (int8)"),
     complex_parameter: ("ShardingError", "blocks.0.phase (complex64)"),
+    buffer_that_trains: ("ShardingError", "buffers that train (stop_gradient=False), whose gradients nobody would reduce: blocks.1.scale"),
     shared_memory: ("ShardingError", "'blocks.0.up.weight' and 'blocks.1.norm.weight' are different objects that share memory"),
     unit_layers_that_are_not_there: ("ShardingError", "no layer of class LlamaDecoderLayer; it has Block, Embedding"),
     unknown_reduction: ("ShardingError", "'mean' or 'sum', not 'median'"),
