@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -44,9 +43,16 @@ def main() -> None:
             bench.clear()
     minutes = (time.monotonic() - start) / 60
     options.output.mkdir(exist_ok=True)
-    command = " ".join(["python -m benchmarks", *(word for word in sys.argv[1:] if not word.startswith(("/", "--directory", "--output")))])
+    command = " ".join(["python -m benchmarks", *options.cases, *_said(options, parser)])
     write(options.output, bench.results, _versions(with_torch), sizes, command, minutes)
     print(f"{options.output / 'RESULTS.md'} is written")
+
+
+def _said(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options that change what is measured and were given."""
+    names = ("quick", "repeats", "patience", "without_torch")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) != parser.get_default(name)}
+    return [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value:g}") for name, value in given.items()]
 
 
 def _versions(with_torch: bool) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -114,6 +116,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _serve(connection: Connection, framework: str, world_size: int) -> None:
     """Join the job, and do what is asked until the other side hangs up."""
+    _die_with_parent()
     try:
         _join(framework, world_size)
         connection.send((True, None))
@@ -129,6 +132,12 @@ def _serve(connection: Connection, framework: str, world_size: int) -> None:
         connection.send((False, traceback.format_exc()))
     # Threads of stores and gloo may abort in an orderly exit, when a peer is gone already.
     os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process with the one that asks: who is busy reads no pipe."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _join(framework: str, world_size: int) -> None:

@@ -18,7 +18,7 @@ ITEM_SIZES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat1
 """Bytes an element, for each dtype that a flat buffer may have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Range:
     """A half-open range of elements, ``start <= i < stop``."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .layout import Range
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """The part of one key's values that one rank holds or one file stores.
 

@@ -131,7 +131,11 @@ class SaveMemory:
     def keep(self, tables: LiveTables, plan: SavePlan) -> None:
         """Keep a plan that was made of these tensors."""
         self._plan, self._names = plan, tables.names
-        self._seen = [_Seen(weakref.ref(one), one.data_ptr(), list(one.shape), one.dtype) for one in tables.tensors]
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        self._seen = [
+            _Seen(weakref.ref(one), one.data_ptr(), shapes.setdefault(tuple(one.shape), list(one.shape)), one.dtype)
+            for one in tables.tensors
+        ]
 
 
 def memory_of(subjects: Subjects) -> SaveMemory | None:
