@@ -152,7 +152,12 @@ def _then(call: Callable[[], list[Measurement]], after: Callable[[], object]) ->
 
 def training_step(bench: Bench, case: str, size: tuple[int, int]) -> None:
     """One step of one model on 2 ranks."""
-    names = {"Paddle's fused runtime": "paddle", OURS: "ours", "unfused, gradients averaged one by one": "unfused"}
+    names = {
+        "Paddle's fused runtime": "paddle",
+        OURS: "ours",
+        f"{OURS}, prefetch=1": "prefetch",
+        "unfused, gradients averaged one by one": "unfused",
+    }
     with ExitStack() as stack:
         groups = {name: stack.enter_context(bench.group("paddle", 2)) for name in names}
         for name, group in groups.items():

@@ -60,7 +60,7 @@ _stack = ExitStack()
 
 
 def build(runtime: str, width: int, blocks: int) -> None:
-    """Make the model and its AdamW: ``ours``, ``paddle``, or ``unfused``, where each gradient is averaged over the ranks by itself."""
+    """Make the model and its AdamW: ``ours``, ``prefetch`` (ours with a unit fetched ahead), ``paddle``, or ``unfused``, where each gradient is averaged over the ranks by itself."""
     global _model, _optimizer, _batch, _reduces
     paddle.seed(1)
     _batch = paddle.to_tensor(np.random.RandomState(dist.get_rank()).randn(_ROWS, _FEATURES).astype("float32"))
@@ -76,8 +76,8 @@ def build(runtime: str, width: int, blocks: int) -> None:
     else:
         _model = _Model(width, blocks)
     _optimizer = paddle.optimizer.AdamW(1e-3, parameters=_model.parameters())
-    if runtime == "ours":
-        ckpt.fully_shard(_model, optimizer=_optimizer)
+    if runtime in ("ours", "prefetch"):
+        ckpt.fully_shard(_model, optimizer=_optimizer, prefetch=int(runtime == "prefetch"))
     _reduces = runtime == "unfused"
 
 

@@ -185,7 +185,7 @@ def note_told(subjects: Subjects, message: JsonValue) -> None:
 
 
 def checksums(subjects: Subjects, parts: Sequence[ParameterPart], messages: Sequence[JsonValue]) -> list[list[str]]:
-    """Return the checksums of parameters on rank 0; several lists where each rank has all of a model by itself.
+    """Return the checksums of parameters on rank 0; several lists where each rank, or replica, has all of a model by itself.
 
     Args:
         subjects: on rank 0.
@@ -203,7 +203,8 @@ def checksums(subjects: Subjects, parts: Sequence[ParameterPart], messages: Sequ
         sums.append(np.frombuffer(base64.b64decode(encoded), "<u8").tolist())
         if known is not None:
             known.heard[rank] = digest, sums[-1]
-    groups = [[one] for one in sums] if subjects.sharding.is_plain else [sums]
+    sharding = subjects.sharding
+    groups = [[one] for one in sums] if sharding.is_plain else [[sums[rank] for rank in row] for row in sharding.communicator.replicas]
     return [[checksum_text(part.seed, of_ranks) for part, *of_ranks in zip(parts, *group, strict=True)] for group in groups]
 
 

@@ -60,8 +60,8 @@ def iter_full_parameters(
         trainable_only: leave out parameters with ``stop_gradient``.
         dtype: Paddle's dtype name to convert to; by default each keeps its own.
         device: where the tensors go, e.g. ``"cpu"``; by default they stay.
-        to_rank: the only rank of the model's group that is given tensors; the iterators of the others are empty, and must be run
-            all the same. By default every rank is given all.
+        to_rank: the only one of the ranks that train the model, counted from 0, that is given tensors; the iterators of the others are
+            empty, and must be run all the same. By default every rank is given all.
 
     Raises:
         ShardingError: as :func:`~.state_dict.sharded_state_dict`; or the ranks ask for different things.
@@ -146,11 +146,11 @@ def receives(sharding: Sharding, to_rank: int | None) -> bool:
     Raises:
         CheckpointError: there is no such rank.
     """
-    rank, world_size = sharding.communicator.rank, sharding.communicator.world_size
+    rank, world_size = sharding.communicator.overall_rank, sharding.communicator.overall_world_size
     if sharding.is_plain and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if to_rank is not None and not 0 <= to_rank < world_size:
-        raise CheckpointError(f"to_rank is {to_rank}, and the model's group has ranks 0 to {world_size - 1}")
+        raise CheckpointError(f"to_rank is {to_rank}, and the ranks that train the model are 0 to {world_size - 1}")
     return to_rank in (None, rank)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import CheckpointError, RankFailedError
 from .rendezvous import OneRank, StoreRendezvous, open_rendezvous
-from .shardings import group_of
+from .shardings import ranks_of
 from .storage.agreement import COORDINATOR
 from .storage.format import JsonValue
 
@@ -19,7 +19,7 @@ def open_meeting(model: object, optimizers: Sequence[object]) -> tuple[StoreRend
 
     Whatever the objects are: what is wrong with them must be said at the meeting.
     """
-    return open_rendezvous(group_of(model, optimizers))
+    return open_rendezvous(ranks_of(model, optimizers))
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:

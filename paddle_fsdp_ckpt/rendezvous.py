@@ -8,7 +8,7 @@ import socket
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -196,12 +196,12 @@ class OneRank:
 _USES: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
-def open_rendezvous(group: dist.communication.group.Group | None) -> tuple[StoreRendezvous | OneRank, str]:
-    """Return the rendezvous of a group's ranks (None: this process alone), and a token that no other use of it in the job has.
+def open_rendezvous(ranks: Sequence[int]) -> tuple[StoreRendezvous | OneRank, str]:
+    """Return the rendezvous of some of the job's ranks, this one among them, and a token that no other use of it in the job has.
 
-    All ranks of the group must call this equally often.
+    All of them must call this equally often. Fewer than two are this process alone.
     """
-    if group is None or group.nranks == 1:
+    if len(ranks) < 2:
         return OneRank(), "alone"
-    ranks = "-".join(map(str, group.ranks)) if group.id else "all"
-    return StoreRendezvous(group.rank, group.nranks), f"paddle_fsdp_ckpt/{ranks}/{next(_USES[ranks])}"
+    who = "-".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
+    return StoreRendezvous(ranks.index(dist.get_rank()), len(ranks)), f"paddle_fsdp_ckpt/{who}/{next(_USES[who])}"

@@ -18,7 +18,7 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .base_weights import LeftOut, leave_out_base
-from .errors import CheckpointError, listing
+from .errors import CheckpointError, RankFailedError, listing
 from .fsdp import named_parameters, runtime_of
 from .host_memory import bytes_of
 from .lora_layers import lora_scalings
@@ -27,6 +27,7 @@ from .optim import optimizer_list
 from .pieces import Piece
 from .save_plan import KnownIndex, SaveMemory, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
+from .shardings import Sharding
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.digests import digest
@@ -97,7 +98,8 @@ class Kept:
 
     Attributes:
         data: reserved key -> bytes in this rank's file; each key on one rank only.
-        sharded: reserved key -> this rank's part of a tensor. Who holds all of one holds the same as all others, and rank 0 stores it.
+        sharded: reserved key -> this rank's part of a tensor. Who holds all of one holds the same as all others, and rank 0 stores it;
+            replicas hold the same parts, and the first stores them.
     """
 
     data: dict[str, bytes] = field(default_factory=dict)
@@ -212,7 +214,10 @@ def prepare_save(
             for key, weight in kept.sharded.items()
             if tuple(weight.local_shape) == tuple(weight.global_shape) and not weight.is_flattened
         )
-        sharded = {key: weight for key, weight in kept.sharded.items() if rendezvous.rank == COORDINATOR or key not in whole}
+        first_replica = subjects.sharding.communicator.replica == 0
+        sharded = {
+            key: weight for key, weight in kept.sharded.items() if (first_replica and key not in whole) or rendezvous.rank == COORDINATOR
+        }
         manifest = Manifest(
             step=_check_step(step),
             world_size=rendezvous.world_size,
@@ -231,7 +236,7 @@ def prepare_save(
         extra = digest_of(json.dumps([extra_state, whole], sort_keys=True))
         weights_digest = _weights_digest(model) if subjects.sharding.is_plain and rendezvous.world_size > 1 else ""
         alike = [str(target), subjects.digest(), manifest.step, overwrite, extra, trainable_only, weights_digest]
-        return {"alike": alike, "buffers": _buffer_checksums(subjects), "base": base}
+        return {"alike": alike, "buffers": _buffer_checksums(subjects), "base": base, "replica": _replica(subjects.sharding)}
 
     def judge(ranks: list[JsonValue]) -> None:
         _check_same_saving(ranks)
@@ -311,6 +316,7 @@ def _check_same_saving(ranks: list[JsonValue]) -> None:
     whats = ("path", "model and optimizers", "step", "overwrite", "extra_state", "trainable_only", plain)
     for what, values in zip(whats, zip(*(one["alike"] for one in ranks), strict=True), strict=True):
         check_same("save", what, values, "nothing was written", shown=what in shown)
+    _check_same_replicas([one["replica"] for one in ranks])
     buffers = [one["buffers"] for one in ranks]
     differing = [name for name, checksum in buffers[COORDINATOR].items() if any(other[name] != checksum for other in buffers)]
     if differing:
@@ -318,6 +324,27 @@ def _check_same_saving(ranks: list[JsonValue]) -> None:
             f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere",
             stacklevel=2,
         )
+
+
+def _replica(sharding: Sharding) -> JsonValue:
+    """Return which shard this rank keeps, and a digest of its values, where other replicas keep it too."""
+    if sharding.communicator.replica_count == 1:
+        return None
+    return [sharding.communicator.rank, digest_of(" ".join(digest(bytes_of(shard.tensor)) for shard in sharding.flat_shards()))]
+
+
+def _check_same_replicas(ranks: list[JsonValue]) -> None:
+    """Raise where replicas have parted, as each writes a part of the checkpoint."""
+    first: dict[int, tuple[int, str]] = {}
+    for rank, replica in enumerate(ranks):
+        if replica is not None:
+            shard, values = replica
+            other, right = first.setdefault(shard, (rank, values))
+            if values != right:
+                raise RankFailedError(
+                    f"save: ranks {other} and {rank} are replicas, and their parameters differ; nothing was written. Was something "
+                    "written to them, by set_value or inside local_parameters, that wasn't the same on all replicas?"
+                )
 
 
 def _weights_digest(model: nn.Layer) -> str:

@@ -31,7 +31,7 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
 
     Args:
         model: sharded by ``fully_shard``, ours or Paddle's own.
-        tensors: on rank ``from_rank`` of the model's group; not looked at on the others.
+        tensors: on rank ``from_rank`` of those that train the model, counted from 0; not looked at on the others.
         from_rank: the rank that has the tensors.
 
     Raises:
@@ -45,10 +45,12 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
     if sharding.is_plain:
         raise ShardingError("load_full_state_dict: the model is not sharded; use model.set_state_dict")
     communicator = sharding.communicator
-    if not 0 <= from_rank < communicator.world_size:
-        raise CheckpointError(f"from_rank is {from_rank}, and the model's group has ranks 0 to {communicator.world_size - 1}")
+    if not 0 <= from_rank < communicator.overall_world_size:
+        raise CheckpointError(
+            f"from_rank is {from_rank}, and the ranks that train the model are 0 to {communicator.overall_world_size - 1}"
+        )
     buffers = dict(named_buffers(model))
-    if communicator.rank == from_rank:
+    if communicator.overall_rank == from_rank:
         staged, values = _send(communicator, sharding.flat_shards(), buffers, {} if tensors is None else tensors)
     else:
         staged, values = _receive(communicator, sharding.flat_shards(), buffers, from_rank)
@@ -71,7 +73,7 @@ def _send(communicator: Communicator, shards: list[FlatShard], buffers: dict[str
     try:
         for number, whole in incoming.complete(tensors):
             _announce(communicator, number)
-            communicator.broadcast(whole, communicator.rank)
+            communicator.broadcast(whole, communicator.overall_rank)
             staged[number] = _part(shards[number], whole, communicator)
         incoming.check_nothing_missing()
     except BaseException:
@@ -79,7 +81,7 @@ def _send(communicator: Communicator, shards: list[FlatShard], buffers: dict[str
         raise
     _announce(communicator, _END)
     for name in buffers:
-        communicator.broadcast(incoming.values[name], communicator.rank)
+        communicator.broadcast(incoming.values[name], communicator.overall_rank)
     return [staged[number] for number in range(len(shards))], incoming.values
 
 

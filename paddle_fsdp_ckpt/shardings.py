@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import paddle
 from paddle import nn
-from paddle.distributed.communication.group import Group
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from .division import written_range
 from .errors import ShardingError, listing
 from .fsdp import (
     Communicator,
@@ -22,7 +22,8 @@ from .fsdp import (
     PaddleRuntime,
     ParameterShard,
     Runtime,
-    default_group,
+    default_ranks,
+    elementwise,
     named_buffers,
     named_parameters,
     paddle_group,
@@ -31,7 +32,7 @@ from .fsdp import (
     replicated,
     runtime_of,
 )
-from .layout import FlatBuffer
+from .layout import FlatBuffer, Range
 from .optim import (
     OptimizerState,
     StateKind,
@@ -189,6 +190,14 @@ class Sharding(ABC):
             ShardingError: the model was written to in a way that would be lost.
         """
         return None
+
+    def written_model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
+        """Return what this rank writes of :meth:`model_weights`, but for what all ranks have whole; elsewhere nobody keeps the same."""
+        return self.model_weights(model)
+
+    def written_state(self, state: OptimizerState) -> ShardedWeight | None:
+        """Return what this rank writes of one of :meth:`states`: a scalar where it keeps the parameter's first element."""
+        return self.weight_of(state) if state.kind is not StateKind.SCALAR or state.shard.range.start == 0 else None
 
     @abstractmethod
     def warn_of_cuts(self) -> None:
@@ -349,6 +358,42 @@ class CutByUs(Sharding):
         assert isinstance(state.shard, ParameterShard)
         return state.shard.weight(state.key, state.tensor)
 
+    def written_model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
+        """Return this replica's part of this rank's pieces, and whole buffers."""
+        weights = self.model_weights(model)
+        for shard in self.runtime.shards if self.communicator.replica_count > 1 else ():
+            wanted = self._written_range(shard)
+            for name in shard.slot.names if shard.range.numel else ():
+                if wanted.numel:
+                    weights[name] = self._part(name, shard, shard.local, wanted)
+                else:
+                    del weights[name]
+        return weights
+
+    def written_state(self, state: OptimizerState) -> ShardedWeight | None:
+        """Return this replica's part: of layers where there are several, as a piece's columns do not lie together."""
+        assert isinstance(state.shard, ParameterShard)
+        replica, count = self.communicator.replica, self.communicator.replica_count
+        if count == 1:
+            return super().written_state(state)
+        if state.kind is StateKind.STACKED:
+            layers = state.tensor.shape[0]
+            wanted = Range(layers * replica // count, layers * (replica + 1) // count)
+            return _stacked(state, wanted) if wanted.numel else None
+        wanted = self._written_range(state.shard)
+        if not wanted.numel or (state.kind is StateKind.SCALAR and wanted.start):
+            return None
+        return self.weight_of(state) if state.kind is StateKind.SCALAR else self._part(state.key, state.shard, state.tensor, wanted)
+
+    def _written_range(self, shard: ParameterShard) -> Range:
+        own = self.communicator
+        return written_range(shard.buffer.layout, shard.slot, own.rank, own.replica, own.replica_count)
+
+    def _part(self, key: str, shard: ParameterShard, piece: paddle.Tensor, wanted: Range) -> ShardedWeight:
+        """Describe a part of what this rank keeps of something elementwise."""
+        values = piece._slice(wanted.start - shard.range.start, wanted.stop - shard.range.start)
+        return elementwise(key, values, shard.slot, wanted, self.communicator.overall_world_size)
+
     def has_gradient(self, parameter: SteppedParameter) -> bool:
         """Tell whether some rank has one."""
         assert isinstance(parameter, ParameterShard)
@@ -471,18 +516,26 @@ def is_fused(optimizer: Any) -> bool:
     return binding_of(optimizer) is None and fused.steps_fused_buffers(optimizer)
 
 
-def group_of(model: object, optimizers: Sequence[object]) -> Group | None:
-    """Return the ranks over which these are cut, by default all; raises nothing, whatever they are."""
+def ranks_of(model: object, optimizers: Sequence[object]) -> tuple[int, ...]:
+    """Return the job's ranks that train these, by default all; none without a process group.
+
+    Whatever they are: what is wrong with them must be said where the ranks meet.
+
+    Raises:
+        ShardingError: the processes of the job don't know of each other, or fleet was set up with another kind of parallelism.
+    """
     if isinstance(model, nn.Layer):
         runtime = runtime_of(model)
-        if runtime is None:
-            return paddle_group(model) or default_group()
-        return runtime.communicator.group
+        if runtime is not None:
+            return runtime.communicator.ranks
+        group = paddle_group(model)
+        return default_ranks() if group is None else tuple(group.ranks)
     steppers = [one for one in optimizers if isinstance(one, paddle.optimizer.Optimizer)] if model is None else []
     bound = [one for one in steppers if binding_of(one) is not None]
     if bound:
-        return optimizer_shards(bound[0])[0].unit.runtime.communicator.group
-    return (paddle_group() if steppers else None) or default_group()
+        return optimizer_shards(bound[0])[0].unit.runtime.communicator.ranks
+    group = paddle_group() if steppers else None
+    return default_ranks() if group is None else tuple(group.ranks)
 
 
 def init_states(optimizer: Any) -> None:
@@ -506,12 +559,18 @@ def states_of(optimizer: Any) -> dict[str, ShardedWeight]:
     return {state.key: sharding.weight_of(state) for state in optimizer_states(optimizer)}
 
 
-def _stacked(state: OptimizerState) -> ShardedWeight:
-    """Describe several values an element as the box of this rank's columns in [layers, elements of the flattened parameter]."""
+def _stacked(state: OptimizerState, wanted: Range | None = None) -> ShardedWeight:
+    """Describe several values an element as the box of this rank's columns in [layers, elements of the flattened parameter].
+
+    Args:
+        state: the values.
+        wanted: which layers of them; by default all.
+    """
     layers, piece = state.tensor.shape[0], state.shard.range
-    view = state.tensor._slice(0, layers)
-    view.get_tensor()._set_dims([layers, piece.numel])
-    return ShardedWeight(state.key, view, (layers, piece.numel), (layers, state.shard.slot.numel), (0, piece.start))
+    wanted = wanted or Range(0, layers)
+    view = state.tensor._slice(wanted.start, wanted.stop)
+    view.get_tensor()._set_dims([wanted.numel, piece.numel])
+    return ShardedWeight(state.key, view, (wanted.numel, piece.numel), (layers, state.shard.slot.numel), (wanted.start, piece.start))
 
 
 def _whole_parameters(optimizer: Any, model: nn.Layer) -> list[SteppedParameter]:

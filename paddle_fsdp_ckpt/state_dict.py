@@ -12,7 +12,6 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import ShardingError
 from .fsdp import named_buffers
-from .optim import StateKind
 from .shardings import init_states, sharding_of, states_of
 from .subjects import Subjects, check_tensors
 
@@ -80,21 +79,22 @@ def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
     """Return what this rank's file holds of a model and its optimizers: every value in the file of just one rank.
 
     Only states that there are; none is created. Buffers, and what is plain, are stored by rank 0; a scalar state by the rank
-    that keeps the parameter's first element.
+    that stores the parameter's first element. Replicas divide what they all keep.
     """
     weights: dict[str, ShardedWeight] = {}
     sharding, is_plain = subjects.sharding, subjects.sharding.is_plain
     if subjects.model is not None:
         sharding.warn_of_cuts()
-        weights.update(sharding.model_weights(subjects.model))
+        weights.update(sharding.written_model_weights(subjects.model))
         if rank > 0:
             replicated = set(weights) if is_plain else {name for name, _ in named_buffers(subjects.model)}
             weights = {key: weight for key, weight in weights.items() if key not in replicated}
     for stepper in subjects.steppers:
         if rank == 0 or not is_plain:
             for state in sharding.states(stepper.optimizer, stepper.parameters):
-                if state.kind is not StateKind.SCALAR or state.shard.range.start == 0:
+                weight = sharding.written_state(state)
+                if weight is not None:
                     if state.key in weights:
                         raise ShardingError(f"'{state.key}' is both a tensor of the model and a state of the optimizer; rename the tensor")
-                    weights[state.key] = sharding.weight_of(state)
+                    weights[state.key] = weight
     return weights

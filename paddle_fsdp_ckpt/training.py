@@ -20,8 +20,10 @@ def fully_shard(
     *,
     optimizer: Any = _BIND_LATER,
     group: dist.communication.group.Group | None = None,
+    replicate_group: dist.communication.group.Group | None = None,
     unit_layers: Sequence[type[nn.Layer] | str] | None = None,
     gradient_reduction: GradientReduction = "mean",
+    prefetch: int = 0,
 ) -> nn.Layer:
     """Shard a model in place over the ranks of a group, so that each keeps one slice of every parameter, gradient and state.
 
@@ -37,15 +39,21 @@ def fully_shard(
         optimizer: the optimizer (or a list of them) that steps this model; left out, call ``bind_optimizer`` before the
             first backward; None means that you step the model yourself, see ``local_parameters``.
         group: the ranks to shard over; by default fleet's sharding group, else all ranks. Without an initialised process group, one rank.
+        replicate_group: the ranks that keep the same shards as this one, itself among them, for hybrid sharding (HSDP): gradients are
+            reduced over both groups, and the weights are gathered over ``group`` alone. By default, with fleet's sharding group, fleet's
+            data parallel group.
         unit_layers: classes, or class names, of the layers that are gathered and released together; by default the
             repeated blocks found in the model. Every other layer with parameters of its own is a unit by itself.
         gradient_reduction: gradients are the ``"mean"`` (or the ``"sum"``) over the ranks of each rank's gradient.
+        prefetch: how many units to fetch ahead while one computes, and of how many more the gradients are reduced meanwhile; each is that
+            many whole units of memory. For backends that communicate beside the computation, which gloo doesn't; not tried on others.
 
     Returns:
         ``model``.
 
     Raises:
-        ShardingError: the model is sharded already, has no parameters, has parameters that can't be sharded, or differs between ranks.
+        ShardingError: the model is sharded already, has no parameters, has parameters that can't be sharded, or differs between ranks;
+            or the groups don't fit together.
         UnsupportedOptimizerError: the optimizer can't step a sharded model.
         RankFailedError: another rank raised one of these. Nothing was changed on any rank.
     """
@@ -58,7 +66,15 @@ def fully_shard(
                 raise ShardingError(f"{type(one).__name__}: it holds no parameter of this model; give the optimizer that steps it")
         return [type(one).__name__ for one in optimizers]
 
-    runtime = shard_model(model, group=group, unit_layers=unit_layers, gradient_reduction=gradient_reduction, check=check)
+    runtime = shard_model(
+        model,
+        group=group,
+        replicate_group=replicate_group,
+        unit_layers=unit_layers,
+        gradient_reduction=gradient_reduction,
+        prefetch=prefetch,
+        check=check,
+    )
     runtime.steps_by_hand = optimizer is None
     for one in optimizers:
         bind_optimizer(one)

@@ -48,11 +48,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "layout": ("errors",),
     "optimizer_states": (),
+    "division": ("errors", "layout"),
     "pieces": ("errors", "layout"),
     "fsdp": _NOUNS,
     "optim": (*_NOUNS, "fsdp", "optimizer_states"),
     "training": _RUNTIME,
-    "shardings": _RUNTIME,
+    "shardings": (*_RUNTIME, "division"),
     "subjects": (*_RUNTIME, "shardings"),
     "state_dict": (*_RUNTIME, "shardings", "subjects"),
     "gather": (*_RUNTIME, "shardings", "subjects", "host_memory", "storage"),
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """What each room (a module, or a folder of them) may import besides itself and ``version``."""
 
-WITHOUT_PADDLE = {"version", "errors", "layout", "optimizer_states", "pieces", "storage", "export", "cli"}
+WITHOUT_PADDLE = {"version", "errors", "layout", "division", "optimizer_states", "pieces", "storage", "export", "cli"}
 BRIDGES_TO_PADDLE = {"storage/flex.py"}
 
 WITHOUT_FILES = {"fsdp", "optim"}

@@ -1,15 +1,16 @@
 """Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable; and a reader of Paddle's own."""
 
-from .communication import Communicator, default_group
+from .communication import Communicator
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_runtime_of
 from .parameter import ShardedParameter, is_elementwise_regularizer
 from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
-from .sharded_weights import replicated
+from .sharded_weights import elementwise, replicated
 from .sharding import check_model, local_parameters, shard_model, unshard_model
 from .tensors import dtype_name
+from .topology import default_ranks
 from .unit import Unit
 from .units import check_names, named_buffers, named_parameters, walk
 
@@ -25,8 +26,9 @@ __all__ = [
     "Unit",
     "check_model",
     "check_names",
-    "default_group",
+    "default_ranks",
     "dtype_name",
+    "elementwise",
     "is_elementwise_regularizer",
     "local_parameters",
     "named_buffers",

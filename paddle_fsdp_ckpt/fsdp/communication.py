@@ -1,9 +1,9 @@
-"""The collectives that our runtime needs, over one group of ranks, on gloo (CPU) and the backends of devices, such as NCCL, alike."""
+"""The collectives that our runtime needs, over the ranks that train a model, on gloo (CPU) and devices' backends, such as NCCL, alike."""
 
 from __future__ import annotations
 
 import hashlib
-import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,90 +15,188 @@ from ..errors import CheckpointError, RankFailedError, ShardingError
 _BROADCAST_AS_THEY_ARE = (paddle.float64, paddle.float32, paddle.float16, paddle.bfloat16, paddle.int64, paddle.int32, paddle.uint8)
 
 
-class Communicator:
-    """Collectives over the ranks that share a model's flat buffers; without a group, a world of one rank.
+class StartedCollective:
+    """A collective that may run while the caller computes.
 
-    Attributes:
-        rank: this process's place in the group.
-        world_size: how many ranks the group has.
-        group: Paddle's group, or None for one rank without a process group.
-
-    Raises:
-        ShardingError: this process is not in the group.
+    Paddle 3.3.1's gloo has run all of it before it returns the task, whatever ``sync_op`` says.
     """
 
-    def __init__(self, group: dist.communication.group.Group | None) -> None:
-        if group is not None and dist.get_rank() not in group.ranks:
-            raise ShardingError(f"this process is not in the group of ranks {list(group.ranks)} that it was told to shard over")
+    def __init__(self, task: Any, result: Callable[[], paddle.Tensor], used: paddle.Tensor) -> None:
+        self._task = task
+        self._result = result
+        self._used = used  # must live until the collective is over
+
+    def finish(self) -> paddle.Tensor:
+        """Wait for it, and return what it gives."""
+        if self._task is not None:
+            self._task.wait()
+        return self._result()
+
+
+class Communicator:
+    """Collectives over the ranks that train one model; without a group, a world of one rank.
+
+    The model is cut over the ranks of ``group``. With a ``replicate_group`` (hybrid sharding, HSDP) as many such groups, its *replicas*,
+    train it together: the ranks of a replicate group keep the same shards, one of them in each replica.
+
+    Attributes:
+        rank: this process's place in the group over which the model is cut.
+        world_size: how many ranks that group has.
+        group: Paddle's group, or None for one rank without a process group.
+        replica: which replica this process is in.
+        replica_count: how many there are.
+        replicas: of each replica the places of its ranks in :attr:`ranks`, by shard.
+        ranks: of all replicas in ascending order, as the job counts them.
+        overall_rank: this process's place among them.
+
+    Raises:
+        ShardingError: this process is not in one of the groups, or, on all ranks, the groups don't fit together.
+    """
+
+    def __init__(self, group: dist.communication.group.Group | None, replicate_group: dist.communication.group.Group | None = None) -> None:
+        for one, purpose in ((group, "shard over"), (replicate_group, "replicate over")):
+            if one is not None and dist.get_rank() not in one.ranks:
+                raise ShardingError(f"this process is not in the group of ranks {list(one.ranks)} that it was told to {purpose}")
         self.group = group
         # Paddle gives the one member of a group of one the rank -1.
         self.rank: int = 0 if group is None else max(0, group.rank)
         self.world_size: int = 1 if group is None else group.nranks
+        self.replica: int = 0 if replicate_group is None else max(0, replicate_group.rank)
+        self.replica_count: int = 1 if replicate_group is None else replicate_group.nranks
+        self._replicate_group = replicate_group
+        self._groups = [one for one in (group, replicate_group) if one is not None and one.nranks > 1]
         self._has_reduce_scatter = self.world_size > 1 and dist.get_backend(group).upper() != "GLOO"
+        rows = self._find_replicas([dist.get_rank()] if group is None else list(group.ranks))
+        self.ranks: tuple[int, ...] = tuple(sorted(rank for row in rows for rank in row))
+        self.replicas = [[self.ranks.index(rank) for rank in row] for row in rows]
+        self.overall_rank: int = self.ranks.index(rows[self.replica][self.rank])
+
+    def _find_replicas(self, mine: list[int]) -> list[list[int]]:
+        """Return the job's ranks in each replica, by shard."""
+        if self.replica_count == 1:
+            return [mine]
+        assert self._replicate_group is not None
+        # The longest first, as gloo aborts the process where ranks send differently much.
+        length = paddle.to_tensor([len(mine)], dtype="int32")
+        dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self._replicate_group)
+        rows: list[paddle.Tensor] = []
+        padded = [*mine, *(-1 for _ in range(int(length[0].item()) - len(mine)))]
+        dist.all_gather(rows, paddle.to_tensor(padded, dtype="int64"), group=self._replicate_group)
+        found = [[int(rank) for rank in row.tolist() if rank >= 0] for row in rows]
+        fits = {len(row) for row in found} == {len(mine)} and len({rank for row in found for rank in row}) == len(mine) * len(found)
+        fits = fits and [row[self.rank] for row in found] == list(self._replicate_group.ranks)
+        if self.max_of_integers(np.array([not fits], dtype=np.int32))[0]:
+            raise ShardingError(
+                f"group and replicate_group don't fit together, here ranks {mine} and {list(self._replicate_group.ranks)}: the sharding "
+                "groups must be equally large and share no rank, and a replicate group have one rank of each, at the same place in it"
+            )
+        return found
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether the model is not cut, as each replica has one rank."""
         return self.world_size == 1
+
+    @property
+    def overall_world_size(self) -> int:
+        """How many ranks train the model, in all replicas together."""
+        return len(self.ranks)
 
     def all_gather(self, shard: paddle.Tensor) -> paddle.Tensor:
         """Return a fresh 1-D tensor with every rank's ``shard`` (1-D, equally long everywhere) end to end."""
+        return self.start_all_gather(shard, sync_op=True).finish()
+
+    def start_all_gather(self, shard: paddle.Tensor, *, sync_op: bool = False) -> StartedCollective:
+        """Begin what :meth:`all_gather` does; until it is finished, ``shard`` must not change."""
         whole = paddle.empty([shard.shape[0] * self.world_size], dtype=shard.dtype)
-        dist.stream.all_gather(whole, shard, group=self.group, sync_op=True)
-        return whole
+        task = dist.stream.all_gather(whole, shard, group=self.group, sync_op=sync_op)
+        return StartedCollective(None if sync_op else task, lambda: whole, shard)
 
     def reduce_scatter(self, whole: paddle.Tensor) -> paddle.Tensor:
-        """Sum ``whole`` (1-D) over the ranks and return this rank's equal share of it. ``whole`` may be overwritten.
+        """Sum ``whole`` (1-D) over all ranks and return this rank's share of it, equal on its replicas. ``whole`` may be overwritten.
 
         16-bit floats are summed in float32: in their own precision the sum depends on the number of ranks, and gloo gets float16 wrong
         (Paddle 3.3.1 on CPU: 1 + 2 = inf).
         """
-        if self.alone:
-            return whole
+        return self.start_reduce_scatter(whole, sync_op=True).finish()
+
+    def start_reduce_scatter(self, whole: paddle.Tensor, *, sync_op: bool = False) -> StartedCollective:
+        """Begin what :meth:`reduce_scatter` does, which now owns ``whole``; to finish it is a collective operation too."""
         dtype = whole.dtype
-        if dtype in (paddle.float16, paddle.bfloat16):
+        if dtype in (paddle.float16, paddle.bfloat16) and self.overall_world_size > 1:
             whole = whole.astype("float32")
         shard_numel = whole.shape[0] // self.world_size
-        if self._has_reduce_scatter:
-            shard = paddle.empty([shard_numel], dtype=whole.dtype)
-            dist.stream.reduce_scatter(shard, whole, group=self.group, sync_op=True)
-        else:
+        mine: paddle.Tensor | None = None
+        task = None
+        if not self.alone and self._has_reduce_scatter:
+            mine = paddle.empty([shard_numel], dtype=whole.dtype)
+            task = dist.stream.reduce_scatter(mine, whole, group=self.group, sync_op=sync_op)
+        elif not self.alone:
             # gloo has no reduce_scatter.
-            dist.all_reduce(whole, group=self.group)
-            shard = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
-        return shard.astype(dtype)
+            task = dist.stream.all_reduce(whole, group=self.group, sync_op=sync_op)
+
+        def result() -> paddle.Tensor:
+            shard = whole if self.alone else mine
+            if shard is None:
+                shard = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
+            if self.replica_count > 1:
+                dist.all_reduce(shard, group=self._replicate_group)
+            return shard if shard.dtype == dtype else shard.astype(dtype)
+
+        return StartedCollective(None if sync_op else task, result, whole)
 
     def broadcast(self, tensor: paddle.Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor``, of any dtype, shape and strides, by that of the rank at place ``source`` in the group."""
-        if self.alone or tensor.size == 0:
+        """Overwrite ``tensor``, of any dtype, shape and strides, by that of the rank at place ``source`` among all."""
+        if not self._groups or tensor.size == 0:
             return
-        assert self.group is not None
-        rank = self.group.ranks[source]
         if tensor.dtype in _BROADCAST_AS_THEY_ARE and tensor.is_contiguous():
-            dist.broadcast(tensor, src=rank, group=self.group)
+            self._broadcast(tensor, source)
             return
         # gloo aborts the process on int16, and takes no strided tensors.
         with paddle.no_grad():
             copy = tensor.detach().reshape([-1]).clone()
-            dist.broadcast(copy.view("uint8"), src=rank, group=self.group)
+            self._broadcast(copy.view("uint8"), source)
             paddle.assign(copy.reshape(tensor.shape), tensor)
 
+    def _broadcast(self, tensor: paddle.Tensor, source: int) -> None:
+        rank = self.ranks[source]
+        replica = next(number for number, row in enumerate(self.replicas) if source in row)
+        if replica == self.replica and not self.alone:
+            dist.broadcast(tensor, src=rank, group=self.group)
+        self._broadcast_to_replicas(tensor, replica)
+
+    def _broadcast_to_replicas(self, tensor: paddle.Tensor, replica: int) -> None:
+        if self._replicate_group is not None and self.replica_count > 1:
+            dist.broadcast(tensor, src=self._replicate_group.ranks[replica], group=self._replicate_group)
+
     def sum(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the sum of ``values`` over the ranks; ``values`` may be overwritten."""
+        """Return the sum of ``values`` over all ranks; ``values`` may be overwritten."""
+        for group in self._groups:
+            dist.all_reduce(values, group=group)
+        return values
+
+    def sum_over_shards(self, values: paddle.Tensor) -> paddle.Tensor:
+        """Return the sum of ``values`` over the ranks of one replica, the same bits in all; ``values`` may be overwritten.
+
+        For what each replica has once, such as the norms of its pieces of the reduced gradients.
+        """
         if not self.alone:
             dist.all_reduce(values, group=self.group)
+        # Each replica may sum in an order of its own, and replicas must never part.
+        self._broadcast_to_replicas(values, 0)
         return values
 
     def max_of_integers(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the elementwise maximum of an int32 array over the ranks."""
-        if self.alone:
+        """Return the elementwise maximum of an int32 array over all ranks."""
+        if not self._groups:
             return values
         tensor = paddle.to_tensor(values.astype(np.int32))
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        for group in self._groups:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
         return np.asarray(tensor.numpy())
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the text that each rank gave, in the order of the ranks."""
+        """Return the text that each rank of this replica gave, in the order of the ranks."""
         if self.alone:
             return [text]
         encoded = np.frombuffer(text.encode(), np.uint8)
@@ -115,12 +213,11 @@ class Communicator:
         Raises:
             RankFailedError: another rank has an error.
         """
-        failed = int(self.max_of_integers(np.array([-1 if error is None else self.rank], dtype=np.int32))[0])
+        failed = int(self.max_of_integers(np.array([-1 if error is None else self.overall_rank], dtype=np.int32))[0])
         if error is not None:
             raise error
         if failed >= 0:
-            assert self.group is not None
-            raise RankFailedError(f"rank {self.group.ranks[failed]} refused; its own error says why. Nothing was changed on this rank")
+            raise RankFailedError(f"rank {self.ranks[failed]} refused; its own error says why. Nothing was changed on this rank")
 
     def check_same(self, what: str, text: str) -> None:
         """Raise on every rank where ``text`` differs between ranks.
@@ -132,54 +229,3 @@ class Communicator:
         seen = self.max_of_integers(np.array([digest, -digest], dtype=np.int32))
         if int(seen[0]) != -int(seen[1]):
             raise ShardingError(f"{what} differs between ranks; build the same model with the same settings on every rank")
-
-
-def default_group() -> dist.communication.group.Group | None:
-    """Return fleet's sharding group where fleet shards, else the group of all ranks; None without a process group.
-
-    Raises:
-        ShardingError: fleet was set up with another kind of parallelism, see :func:`check_fleet`; or the process is one of several that
-            ``paddle.distributed.launch`` started, and doesn't know of the others.
-    """
-    check_fleet()
-    if not dist.is_initialized():
-        started = os.environ.get("PADDLE_TRAINERS_NUM", "1")
-        if started not in ("", "0", "1"):
-            raise ShardingError(
-                f"this is one of {started} processes (PADDLE_TRAINERS_NUM), and has no process group, so each would train and save a model "
-                "of its own; call paddle.distributed.init_parallel_env() first"
-            )
-        return None
-    hybrid = _fleet_topology()
-    if hybrid is not None and hybrid.get_sharding_parallel_world_size() > 1:
-        return hybrid.get_sharding_parallel_group()
-    return dist.get_group(0)
-
-
-def check_fleet() -> None:
-    """Raise where fleet was set up with another kind of parallelism than sharding.
-
-    Raises:
-        ShardingError: ranks outside the sharding group would hold other parameters, or other copies, under the same names.
-    """
-    hybrid = _fleet_topology()
-    if hybrid is None:
-        return
-    degrees = {
-        "dp_degree": hybrid.get_data_parallel_world_size(),
-        "mp_degree": hybrid.get_model_parallel_world_size(),
-        "pp_degree": hybrid.get_pipe_parallel_world_size(),
-        "sep_degree": hybrid.get_sep_parallel_world_size(),
-    }
-    for name, degree in degrees.items():
-        if degree > 1:
-            raise ShardingError(
-                f"fleet was set up with {name}={degree}, which is not supported together with fully_shard yet; "
-                "give all ranks to sharding_degree"
-            )
-
-
-def _fleet_topology() -> Any:
-    from paddle.distributed import fleet
-
-    return getattr(fleet.fleet, "_hcg", None)

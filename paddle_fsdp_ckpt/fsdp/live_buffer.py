@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import paddle
 
-from ..layout import FlatBuffer, Slot
-from .communication import Communicator
+from ..layout import ITEM_SIZES, FlatBuffer, Slot
+from .communication import Communicator, StartedCollective
 from .parameter_shard import ParameterShard
 from .saved_weights import SAVED_WEIGHTS
 from .tensors import flat_view
@@ -29,6 +29,8 @@ class LiveBuffer:
         self.communicator = communicator
         self.shard: paddle.Tensor = self._fuse(parameters)
         self.whole: paddle.Tensor | None = None
+        self._prefetched: StartedCollective | None = None
+        self._reduction: tuple[StartedCollective, float] | None = None
         self._whole_gradient: paddle.Tensor | None = None
         self._filled_slots: set[int] = set()  # by their offset
         self._gradient_shard: paddle.Tensor | None = None
@@ -55,11 +57,26 @@ class LiveBuffer:
         """Fetch the whole buffer. A collective operation."""
         if self.whole is None:
             # Always fresh memory: a view that a graph kept of an earlier one must not see other values.
-            self.whole = self.shard if self.communicator.alone else self.communicator.all_gather(self.shard)
+            if self._prefetched is not None:
+                self.whole, self._prefetched = self._prefetched.finish(), None
+            else:
+                self.whole = self.shard if self.communicator.alone else self.communicator.all_gather(self.shard)
             SAVED_WEIGHTS.add(self, self.whole)
+
+    def prefetch(self) -> None:
+        """Begin to fetch the whole buffer. A collective operation."""
+        if self.whole is None and self._prefetched is None and not self.communicator.alone:
+            self._prefetched = self.communicator.start_all_gather(self.shard)
+
+    def drop_prefetched(self) -> None:
+        """Let go of what :meth:`prefetch` fetched."""
+        if self._prefetched is not None:
+            self._prefetched.finish()
+            self._prefetched = None
 
     def release(self) -> None:
         """Let go of the whole buffer."""
+        self.drop_prefetched()
         if self.whole is not None:
             SAVED_WEIGHTS.remove(self)
             self.whole = None
@@ -88,13 +105,29 @@ class LiveBuffer:
         """Whether some gradient of this rank is not reduced yet."""
         return self._whole_gradient is not None
 
-    def reduce_gradient(self, mean: bool) -> None:
-        """Reduce the pending gradient over the ranks and add this rank's part to its shard. A collective operation."""
+    def reduce_gradient(self, mean: bool, finish: bool = True) -> None:
+        """Reduce the pending gradient over the ranks and add this rank's part to its shard. A collective operation.
+
+        Args:
+            mean: or sum.
+            finish: or only begin, for :meth:`finish_reduction`.
+        """
+        self.finish_reduction()
         with paddle.no_grad():
-            whole = self._take_whole_gradient()
-            part = self.communicator.reduce_scatter(whole)
-            if mean and not self.communicator.alone:
-                part.scale_(1.0 / self.communicator.world_size)
+            factor = 1.0 / self.communicator.overall_world_size if mean else 1.0
+            self._reduction = self.communicator.start_reduce_scatter(self._take_whole_gradient(), sync_op=finish), factor
+        if finish:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        """Complete what :meth:`reduce_gradient` began. A collective operation, where it did."""
+        if self._reduction is None:
+            return
+        (started, factor), self._reduction = self._reduction, None
+        with paddle.no_grad():
+            part = started.finish()
+            if factor != 1.0:
+                part.scale_(factor)
             if self._gradient_shard is None:
                 self._gradient_shard = part
             else:
@@ -113,6 +146,7 @@ class LiveBuffer:
 
     def gradient_shard(self) -> paddle.Tensor:
         """Return this rank's shard of the reduced gradient, made of zeros where there is none."""
+        self.finish_reduction()
         if self._gradient_shard is None:
             self._gradient_shard = paddle.zeros([self.layout.shard_numel], dtype=self.layout.gradient_dtype)
         for shard in self._zeros:
@@ -122,6 +156,7 @@ class LiveBuffer:
 
     def note_zero(self, shard: ParameterShard) -> None:
         """Let a parameter's piece of the gradient count as zero; the memory is freed once all pieces do."""
+        self.finish_reduction()
         if self._gradient_shard is not None:
             if shard.range.numel:
                 self._zeros.add(shard)
@@ -136,4 +171,6 @@ class LiveBuffer:
         local_bytes, whole_bytes = (
             sum(int(tensor.element_size()) * tensor.shape[0] for tensor in group if tensor is not None) for group in (local, whole)
         )
+        whole_bytes += self.layout.nbytes if self._prefetched is not None else 0
+        whole_bytes += self.layout.numel * ITEM_SIZES[self.layout.gradient_dtype] if self._reduction is not None else 0
         return local_bytes, whole_bytes

@@ -24,7 +24,9 @@ from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .lost_writes import LostWrites
 from .parameter_shard import ParameterShard
+from .prefetching import Prefetcher
 from .recomputation import running_backwards
+from .running_statistics import average_statistics
 from .saved_weights import SAVED_WEIGHTS
 from .unit import Unit
 
@@ -42,7 +44,7 @@ class Runtime:
     """What a sharded model and its optimizers share.
 
     Attributes:
-        communicator: the ranks over which the model is cut.
+        communicator: the ranks that train the model.
         units: the model's units in a fixed order.
         gradients_pending: a backward ran whose gradients are not all reduced yet.
         steps_by_hand: the user said that no optimizer will be bound.
@@ -52,7 +54,7 @@ class Runtime:
             out of date.
     """
 
-    def __init__(self, communicator: Communicator, gradient_reduction: GradientReduction) -> None:
+    def __init__(self, communicator: Communicator, gradient_reduction: GradientReduction, prefetch: int) -> None:
         self.communicator = communicator
         self.units: list[Unit] = []
         self.gradients_pending = False
@@ -62,6 +64,7 @@ class Runtime:
         self.known_sums = KnownSums()
         self.kept: dict[type, Any] = {}
         self._gradient_mean = gradient_reduction == "mean"
+        self._prefetcher = Prefetcher(prefetch)
         self._running_forwards = 0
         self._optimizers_stepping = 0
         self._journal = 0
@@ -157,6 +160,7 @@ class Runtime:
         if self._showing_local:
             raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
         if self._running_forwards == 0 and not running_backwards():
+            self._prefetcher.end_phase()
             # What is still gathered may be older than the shards: others, such as stock load_state_dict, write to those too.
             for unit in self.units:
                 if unit.is_gathered:
@@ -187,6 +191,7 @@ class Runtime:
 
     def _end_outermost_forward(self) -> None:
         self._running_forwards = 0
+        self._prefetcher.end_phase()
         SAVED_WEIGHTS.leave(self)
         for unit in self.units:
             unit.uses = 0
@@ -265,6 +270,7 @@ class Runtime:
                     self._let_go(other)
             self._note("gather", unit)
             unit.gather()
+            self._prefetcher.fetched(unit)
         if fill:
             unit.fill()
 
@@ -274,7 +280,7 @@ class Runtime:
         unit.release()
         if unit.in_backward and unit.backward_calls == 0:
             self._note("reduce", unit)
-            unit.reduce_gradients(self._gradient_mean)
+            self._prefetcher.reduce(unit, self._gradient_mean)
 
     def _note(self, what: str, unit: Unit) -> None:
         # FNV-1a over 24 bits, so that the value and its negative fit an int32.
@@ -305,22 +311,7 @@ class Runtime:
         self.release_all()
         self.check_unwritten()
         self._reduce_gradients(settings)
-        self._average_statistics()
-
-    def _average_statistics(self) -> None:
-        """Give all ranks the mean of their running statistics, so that each step leaves, and a checkpoint holds, one model."""
-        if self.communicator.alone or not self.statistics:
-            return
-        with paddle.no_grad():
-            dtype = "float64" if any(tensor.dtype == paddle.float64 for tensor in self.statistics) else "float32"
-            mine = paddle.concat([tensor.detach().reshape([-1]).astype(dtype) for tensor in self.statistics])
-            first = mine.clone()
-            self.communicator.broadcast(first)
-            # From differences: where the ranks agree already, nothing is rounded.
-            mean = first + self.communicator.sum(mine - first) / self.communicator.world_size
-            parts = mean.split([int(tensor.size) for tensor in self.statistics])
-            for tensor, part in zip(self.statistics, parts, strict=True):
-                paddle.assign(part.reshape(tensor.shape).astype(tensor.dtype), tensor)
+        average_statistics(self.communicator, self.statistics)
 
     @contextmanager
     def stepping(self, settings: object) -> Iterator[None]:
@@ -338,6 +329,7 @@ class Runtime:
             self._reduce_gradients()
 
     def _reduce_gradients(self, settings: object = None) -> None:
+        self._prefetcher.finish_reductions()
         shards, buffers = self.shards, self.buffers
         flags: list[int] = [shard.got_gradient for shard in shards]
         flags += [buffer.has_pending_gradient for buffer in buffers]

@@ -12,12 +12,12 @@ from paddle.base.framework import EagerParamBase
 
 from ..errors import CheckpointError, ShardingError, listing
 from ..layout import ITEM_SIZES, build_flat_buffer
-from .communication import Communicator, check_fleet, default_group
 from .hooks import ModelHooks
 from .live_buffer import LiveBuffer
 from .parameter import MAIN_GRAD, ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
 from .tensors import dtype_name
+from .topology import open_communicator
 from .unit import Unit
 from .units import ModelPlan, NamedParameter, UnitPlan, check_names, join, named_buffers, named_parameters, plan_units, walk
 
@@ -28,8 +28,10 @@ def shard_model(
     model: nn.Layer,
     *,
     group: dist.communication.group.Group | None,
+    replicate_group: dist.communication.group.Group | None,
     unit_layers: Sequence[type[nn.Layer] | str] | None,
     gradient_reduction: GradientReduction,
+    prefetch: int,
     check: Callable[[Collection[int]], Sequence[str]],
 ) -> Runtime:
     """Do what ``fully_shard`` promises, save binding the optimizers.
@@ -37,26 +39,29 @@ def shard_model(
     Args:
         model: changed only when everything was found good on every rank.
         group: as for ``fully_shard``.
+        replicate_group: as for ``fully_shard``.
         unit_layers: as for ``fully_shard``.
         gradient_reduction: as for ``fully_shard``.
+        prefetch: as for ``fully_shard``.
         check: called with the ids of the model's parameters before anything changes; raises what speaks against sharding them, and
             returns what must be the same on every rank.
     """
-    check_fleet()
-    communicator = Communicator(group if group is not None else default_group())
+    communicator = open_communicator(group, replicate_group)
     described, error = "", None
     try:
         if gradient_reduction not in ("mean", "sum"):
             raise ShardingError(f"gradient_reduction is 'mean' or 'sum', not {gradient_reduction!r}")
+        if type(prefetch) is not int or prefetch < 0:
+            raise ShardingError(f"prefetch is a number of units, from 0 on, not {prefetch!r:.100}")
         parameters = check_model(model)
         plan = plan_units(model, unit_layers)
         others = check({id(named.parameter) for named in parameters} | {id(buffer) for _, buffer in named_buffers(model)})
-        described = repr((_describe(model, parameters), [_outline(unit) for unit in plan.units], gradient_reduction, others))
+        described = repr((_describe(model, parameters), [_outline(unit) for unit in plan.units], gradient_reduction, prefetch, others))
     except CheckpointError as one:
         error = one
     communicator.raise_together(error)
     communicator.check_same("the model", described)
-    return _shard(model, plan, communicator, gradient_reduction)
+    return _shard(model, plan, Runtime(communicator, gradient_reduction, prefetch))
 
 
 def _describe(model: nn.Layer, parameters: Sequence[NamedParameter]) -> object:
@@ -90,8 +95,8 @@ def local_parameters(model: nn.Layer) -> Iterator[None]:
     runtime.parameters_written(runtime.shards)
 
 
-def _shard(model: nn.Layer, plan: ModelPlan, communicator: Communicator, gradient_reduction: GradientReduction) -> Runtime:
-    runtime = Runtime(communicator, gradient_reduction)
+def _shard(model: nn.Layer, plan: ModelPlan, runtime: Runtime) -> Runtime:
+    communicator = runtime.communicator
     hooks = ModelHooks(runtime)
     live: dict[int, Unit] = {}
     index = 0

@@ -62,6 +62,16 @@ class Unit:
         for buffer in self.buffers:
             buffer.gather()
 
+    def prefetch(self) -> None:
+        """Begin to fetch the whole buffers. A collective operation."""
+        for buffer in self.buffers:
+            buffer.prefetch()
+
+    def drop_prefetched(self) -> None:
+        """Let go of what :meth:`prefetch` fetched."""
+        for buffer in self.buffers:
+            buffer.drop_prefetched()
+
     def fill(self) -> None:
         """Make the parameters whole; the buffers must be gathered."""
         if not self.is_filled:
@@ -97,9 +107,19 @@ class Unit:
             shard.changes += 1
         self.release()
 
-    def reduce_gradients(self, mean: bool) -> None:
-        """Reduce the gradients of the buffers that train, also those that got none here. A collective operation."""
+    def reduce_gradients(self, mean: bool, finish: bool) -> None:
+        """Reduce the gradients of the buffers that train, also those that got none here. A collective operation.
+
+        Args:
+            mean: or sum.
+            finish: or only begin, for :meth:`finish_reductions`.
+        """
         self.in_backward = False
         for buffer in self.buffers:
             if any(not shard.parameter.stop_gradient for shard in buffer.shards):
-                buffer.reduce_gradient(mean)
+                buffer.reduce_gradient(mean, finish)
+
+    def finish_reductions(self) -> None:
+        """Complete what :meth:`reduce_gradients` began. A collective operation."""
+        for buffer in self.buffers:
+            buffer.finish_reduction()

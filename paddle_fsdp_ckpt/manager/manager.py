@@ -16,7 +16,7 @@ from ..errors import CheckpointError, TargetExistsError
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import optimizer_list
 from ..saving import Contents, Kept, PreparedSave, prepare_save
-from ..shardings import group_of
+from ..shardings import ranks_of
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
@@ -406,8 +406,7 @@ class CheckpointManager:
             )
 
     def _check_group(self, model: Any, optimizer: Any) -> None:
-        group = group_of(model, optimizer_list(optimizer))
-        ranks = 1 if group is None else group.nranks
+        ranks = max(1, len(ranks_of(model, optimizer_list(optimizer))))
         if ranks != self._rendezvous.world_size:
             raise CheckpointError(
                 f"the model is sharded over {ranks} ranks and this manager is of {self._rendezvous.world_size}; a manager saves models of "

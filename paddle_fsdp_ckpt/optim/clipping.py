@@ -57,7 +57,7 @@ class ShardedClip:
             if _needs_clip(parameter):
                 square = gradient.astype(dtype).square().sum()
                 squares[id(parameter._shard.unit.runtime)][parameter._shard.index] = square
-        return {key: runtime.communicator.sum(squares[key]) for key, runtime in runtimes.items()}
+        return {key: runtime.communicator.sum_over_shards(squares[key]) for key, runtime in runtimes.items()}
 
     def _by_global_norm(self, pairs: Pairs) -> Pairs:
         total = paddle.add_n([squares.sum() for squares in self._squared_norms(pairs).values()])

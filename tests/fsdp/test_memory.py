@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from harness import RankPool, this_rank
+from harness import RankPool, hybrid_groups, this_rank
 from paddle import nn
 from paddle.base import core
 from paddle.nn import functional as F
@@ -42,7 +42,7 @@ def held_bytes() -> int:
 # One unit at a time.
 
 
-def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
+def gathered_at_once(kind: str, shards: int = 0, prefetch: int = 0) -> tuple[int, int, int, int]:
     """Return how many units were whole at once, how many gradients, and the bytes of whole buffers against those of the largest unit."""
     builders: dict[str, Callable[[], nn.Layer]] = {
         "net": lambda: Net(6),
@@ -51,7 +51,7 @@ def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
         "lora": lambda: Net(6, None, LoRALinear),
     }
     model = builders[kind]()
-    optimizer, runtime = sharded(model)
+    optimizer, runtime = sharded(model, prefetch=prefetch, **(hybrid_groups(shards) if shards else {}))
     units, gradients, whole_bytes = [0], [0], [0]
     gather = Unit.gather
 
@@ -74,14 +74,17 @@ def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
     finally:
         Unit.gather = gather  # type: ignore[method-assign]
     largest = max(sum(buffer.layout.nbytes for buffer in unit.buffers) for unit in runtime.units)
-    local = sum(buffer.layout.nbytes // this_rank().world_size for buffer in runtime.buffers)
+    local = sum(buffer.layout.nbytes // (shards or this_rank().world_size) for buffer in runtime.buffers)
     assert runtime.memory_bytes()[0] == local
     return max(units), max(gradients), max(whole_bytes), largest
 
 
 @pytest.mark.parametrize("kind", ["net", "recomputed", "inner recompute", "lora"])
 def test_one_unit_is_whole_at_a_time(ranks: Ranks, kind: str) -> None:
-    for units, gradients, whole_bytes, largest in ranks(2).run(gathered_at_once, kind):
+    for _, _, whole_bytes, largest in ranks(2).run(gathered_at_once, kind, 0, 1):
+        assert whole_bytes <= 4 * largest
+    results = ranks(2).run(gathered_at_once, kind) + (ranks(4).run(gathered_at_once, kind, 2) if kind == "net" else [])
+    for units, gradients, whole_bytes, largest in results:
         assert units == 1
         assert gradients == 0
         assert 0 < whole_bytes <= 2 * largest
@@ -118,7 +121,7 @@ def test_real_memory_of_a_step(ranks: Ranks) -> None:
 # Never stale.
 
 
-def trace_weights(kind: str) -> int:
+def trace_weights(kind: str, prefetch: int) -> int:
     """Train, and compare all weights that are computed with to those that all ranks hold at that time."""
     builders: dict[str, Callable[[], nn.Layer]] = {
         "tied": lambda: Net(3, "matmul", AttentionBlock),
@@ -127,7 +130,7 @@ def trace_weights(kind: str) -> int:
         "unused": Unused,
     }
     model = builders[kind]()
-    optimizer, runtime = sharded(model)
+    optimizer, runtime = sharded(model, prefetch=prefetch)
     right: dict[str, np.ndarray] = {}
     seen = 0
 
@@ -185,7 +188,8 @@ def trace_weights(kind: str) -> int:
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "recomputed", "unused"])
 def test_weights_are_never_stale(ranks: Ranks, kind: str) -> None:
-    assert min(ranks(2).run(trace_weights, kind)) > 100
+    for prefetch in (0, 2):
+        assert min(ranks(2).run(trace_weights, kind, prefetch)) > 100
 
 
 # Nothing outlives its use.

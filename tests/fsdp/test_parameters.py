@@ -288,7 +288,7 @@ def train_in_groups(size: int) -> None:
 
     place = this_rank()
     groups = [dist.get_group(0)] if size == place.world_size else [dist.new_group([rank]) for rank in range(place.world_size)]
-    compare(in_a_group, "float64", groups[place.rank // size])
+    compare(in_a_group, "float64", group=groups[place.rank // size])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

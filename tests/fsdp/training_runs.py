@@ -43,12 +43,13 @@ class Run:
 
     Attributes:
         sharded: whether this is the run to be tried, or the unfused one that says what is right.
+        options: for ``fully_shard``.
         losses: the losses over the global batch.
         notes: gradients and weights by name: whole ones, or this rank's pieces.
     """
 
     sharded: bool
-    group: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     notes: list[tuple[str, Note]] = field(default_factory=list)
 
@@ -56,13 +57,18 @@ class Run:
     def rank(self) -> int:
         if not self.sharded:
             return 0
-        return this_rank().rank if self.group is None else max(0, self.group.rank)
+        return this_rank().rank if self._group is None else max(0, self._group.rank)
 
     @property
     def world_size(self) -> int:
         if not self.sharded:
             return 1
-        return this_rank().world_size if self.group is None else int(self.group.nranks)
+        return this_rank().world_size if self._group is None else int(self._group.nranks)
+
+    @property
+    def _group(self) -> Any:
+        """The ranks that share the global batch; None for all."""
+        return None if "replicate_group" in self.options else self.options.get("group")
 
     def batch(self, step: int) -> paddle.Tensor:
         """This rank's part of the step's tokens, [rows, 5] int64."""
@@ -82,7 +88,7 @@ class Run:
         """Make the optimizer and shard the model; in which order depends on the world size, so that each is tried."""
         if not self.sharded:
             return make(model)
-        options["group"] = self.group
+        options |= self.options
         order = ("before", "before, bound later", "after", "before", "after")[this_rank().world_size]
         if order == "after":
             fully_shard(model, **options)
@@ -101,7 +107,7 @@ class Run:
         """Note a loss that is a mean over the batch."""
         value = loss.detach().clone()
         if self.world_size > 1:
-            dist.all_reduce(value, group=self.group)
+            dist.all_reduce(value, group=self._group)
         self.losses.append(value.item() / self.world_size)
 
     def train(
@@ -141,15 +147,15 @@ class Run:
 Scenario = Callable[[Run], None]
 
 
-def compare(scenario: Scenario, dtype: str, group: Any = None) -> None:
-    """Run a scenario both ways on this rank and raise where the two differ."""
+def compare(scenario: Scenario, dtype: str, **options: Any) -> None:
+    """Run a scenario both ways on this rank, sharded with these options of ``fully_shard``, and raise where the two differ."""
     paddle.set_default_dtype(dtype)
     tolerance = 1e-10 if dtype == "float64" else 1e-5
     runs = []
     for sharded in (False, True):
         paddle.seed(7)
         np.random.seed(7)
-        run = Run(sharded, group)
+        run = Run(sharded, options)
         scenario(run)
         runs.append(run)
     right, tried = runs

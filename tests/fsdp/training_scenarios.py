@@ -433,8 +433,8 @@ def one_optimizer_over_two_models(run: Run) -> None:
     parameters = [*encoder.parameters(), *decoder.parameters()]
     optimizer = SGD(0.3, parameters=parameters, grad_clip=nn.ClipGradByGlobalNorm(0.1))
     if run.sharded:
-        fully_shard(encoder, group=run.group)
-        fully_shard(decoder, group=run.group)
+        fully_shard(encoder, **run.options)
+        fully_shard(decoder, **run.options)
         bind_optimizer(optimizer)
         bind_optimizer(optimizer)
     for step in range(3):
@@ -458,7 +458,7 @@ def two_optimizers_over_halves_of_a_model(run: Run) -> None:
     first = SGD(0.2, parameters=halves[0], grad_clip=nn.ClipGradByGlobalNorm(0.2))
     second = AdamW(0.02, parameters=halves[1])
     if run.sharded:
-        fully_shard(model, optimizer=[first, second], group=run.group)
+        fully_shard(model, optimizer=[first, second], **run.options)
     for step in range(4):
         loss = language_loss(run, model, step)
         loss.backward()
@@ -502,7 +502,7 @@ def frozen_teacher(run: Run) -> None:
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
     if run.sharded:
-        fully_shard(teacher, group=run.group)
+        fully_shard(teacher, **run.options)
     optimizer = run.start(model, sgd)
     for step in range(3):
         x = model.embed(run.batch(step))
@@ -741,7 +741,7 @@ def sharded_model_inside_a_layer_that_is_sharded_too(run: Run) -> None:
     model = Around(base)
     first = SGD(0.1, parameters=base.parameters())
     if run.sharded:
-        fully_shard(base, optimizer=first, group=run.group)
+        fully_shard(base, optimizer=first, **run.options)
     second = run.start(model, sgd)
     for step in range(3):
         loss = model(run.images(step, WIDTH)).square().mean()

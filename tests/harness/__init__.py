@@ -2,8 +2,10 @@
 
 ``pool.py`` is the side of the tests, ``worker.py`` the side of the ranks, ``messages.py`` what passes between them. Fixtures
 ``ranks``, ``single`` and ``fresh_ranks`` in ``conftest.py`` are how tests get at it. ``pieces.py`` puts together what ranks held.
+``groups.py`` makes further groups of ranks.
 """
 
+from .groups import hybrid_groups, separate_stores
 from .messages import Outcome, RankError
 from .pieces import StatePiece, assemble, assert_equal_states
 from .pool import RankPool, RankPools, RanksFailed
@@ -19,5 +21,7 @@ __all__ = [
     "ThisRank",
     "assemble",
     "assert_equal_states",
+    "hybrid_groups",
+    "separate_stores",
     "this_rank",
 ]

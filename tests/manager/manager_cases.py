@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from harness import this_rank
+from harness import hybrid_groups, this_rank
 from paddle import nn
 from paddle.amp import grad_scaler
 from paddle.nn import functional as F
@@ -46,11 +46,12 @@ def call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return globals()[name](*arguments, **options)
 
 
-def build(seed: int = 1) -> tuple[Model, Any]:
+def build(seed: int = 1, shards: int = 0) -> tuple[Model, Any]:
+    """Make and shard a model; with ``shards``, replicas of so many ranks train it."""
     paddle.seed(seed)
     model = Model()
     optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
-    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.fully_shard(model, optimizer=optimizer, **(hybrid_groups(shards) if shards else {}))
     paddle.seed(1000 * seed + this_rank().rank)
     random.seed(seed)
     np.random.seed(seed)
@@ -76,9 +77,9 @@ def weights(model: Model) -> dict[str, np.ndarray]:
     return {key: weight.local_tensor.numpy().copy() for key, weight in ckpt.sharded_state_dict(model).items()}
 
 
-def run(root: str, first: int, last: int, every: int = 1, **options: Any) -> tuple[list[float], list[int]]:
+def run(root: str, first: int, last: int, every: int = 1, shards: int = 0, **options: Any) -> tuple[list[float], list[int]]:
     """Train the steps first to last from what was restored, saving; return losses and what the root holds."""
-    model, optimizer = build(seed=first + 1)
+    model, optimizer = build(first + 1, shards)
     losses = []
     with CheckpointManager(root, **options) as checkpoints:
         start = checkpoints.restore(model=model, optimizer=optimizer) or 0
@@ -164,8 +165,8 @@ def everything() -> tuple[Any, ...]:
         grad_scaler._dygraph_tracer = kept
 
 
-def save_everything(root: str, *, async_save: bool) -> dict[str, np.ndarray]:
-    model, optimizer = build(seed=3)
+def save_everything(root: str, *, async_save: bool, shards: int = 0) -> dict[str, np.ndarray]:
+    model, optimizer = build(3, shards)
     schedule, scaler = everything()
     for _ in range(3):
         schedule.step()

@@ -35,6 +35,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(world_size: int, tmp_path: Path,
         assert before + after == uninterrupted
 
 
+def test_replicas_resume_under_a_manager(tmp_path: Path, ranks: Ranks) -> None:
+    """With every rank's own random numbers, and tensors of the user's own, which two replicas hold."""
+    whole = on(ranks(4), cases.run, str(tmp_path / "whole"), 0, 4, shards=2)
+    first = on(ranks(4), cases.run, str(tmp_path / "cut"), 0, 2, shards=2)
+    second = on(ranks(4), cases.run, str(tmp_path / "cut"), 2, 4, shards=2, async_save=True)
+    for (uninterrupted, _), (before, _), (after, _) in zip(whole, first, second, strict=True):
+        assert before + after == uninterrupted
+    owns = on(ranks(4), cases.save_everything, str(tmp_path / "all"), async_save=True, shards=2)
+    right = {key: np.concatenate([own[key].reshape(-1) for own in owns[:2] if key in own]) for own in owns[:2] for key in own}
+    for *_, rank_states, pieces, differences in on(ranks(2), cases.restore_everything, str(tmp_path / "all")):
+        assert {rank: state["sample"] for rank, state in rank_states.items()} == {rank: 100 * rank for rank in range(4)}
+        for key, (flat, values) in pieces.items():
+            np.testing.assert_array_equal(values, right[key][flat])
+        assert not differences
+
+
 def test_the_manager_works_without_a_job(tmp_path: Path, single: RankPool) -> None:
     assert [steps for _, steps in on(single, cases.run, str(tmp_path / "root"), 0, 3, 1)] == [[1, 2, 3]]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from harness import StatePiece, assemble, this_rank
+from harness import StatePiece, assemble, hybrid_groups, this_rank
 from harness.models import Block
 from paddle import nn
 from paddle.nn import functional as F
@@ -146,12 +146,12 @@ class Outcome:
     report: Any = None
 
 
-def build(model: str, optimizer: str, seed: int = 1) -> tuple[nn.Layer, Any]:
-    """Make and shard a model; other seeds give other weights."""
+def build(model: str, optimizer: str, seed: int = 1, shards: int = 0) -> tuple[nn.Layer, Any]:
+    """Make and shard a model; other seeds give other weights. With ``shards``, replicas of so many ranks train it."""
     paddle.seed(seed)
     made = MODELS[model]()
     stepper = OPTIMIZERS[optimizer](made)
-    ckpt.fully_shard(made, optimizer=stepper)
+    ckpt.fully_shard(made, optimizer=stepper, **(hybrid_groups(shards) if shards else {}))
     return made, stepper
 
 
@@ -185,9 +185,9 @@ def held(model: nn.Layer, optimizer: Any) -> dict[str, StatePiece]:
     return pieces
 
 
-def train_and_save(model: str, optimizer: str, path: str, steps: int, more: int) -> tuple[Outcome, Outcome]:
+def train_and_save(model: str, optimizer: str, path: str, steps: int, more: int, shards: int = 0) -> tuple[Outcome, Outcome]:
     """Train, save, and go on: what was saved, and where the uninterrupted run got to."""
-    made, stepper = build(model, optimizer)
+    made, stepper = build(model, optimizer, shards=shards)
     losses = train(made, stepper, 0, steps)
     before = held(made, stepper)
     ckpt.save(path, model=made, optimizer=stepper, step=steps, extra_state={"epoch": 3, "nested": [1.5, None, "x"]})
@@ -198,9 +198,11 @@ def train_and_save(model: str, optimizer: str, path: str, steps: int, more: int)
     return saved, Outcome(train(made, stepper, steps, steps + more), held(made, stepper))
 
 
-def load_and_train(model: str, optimizer: str, path: str, steps: int, more: int, stale_steps: int = 0) -> tuple[Outcome, Outcome]:
+def load_and_train(
+    model: str, optimizer: str, path: str, steps: int, more: int, stale_steps: int = 0, shards: int = 0
+) -> tuple[Outcome, Outcome]:
     """Load into a model with other weights (and an optimizer that has stepped already), and go on."""
-    made, stepper = build(model, optimizer, seed=99)
+    made, stepper = build(model, optimizer, seed=99, shards=shards)
     train(made, stepper, 50, 50 + stale_steps)
     report = ckpt.load(path, model=made, optimizer=stepper)
     loaded = Outcome([], held(made, stepper), report)

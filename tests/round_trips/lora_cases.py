@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from harness import StatePiece, this_rank
+from harness import StatePiece, hybrid_groups, this_rank
 from paddle import nn
 from paddle.nn import functional as F
 
@@ -171,6 +171,19 @@ def save_adapters(path: str) -> tuple[Any, Any, list[int]]:
         base_weights.sum_of_elements = real
     losses = train(model, optimizer, 4, 6)
     return losses, held(model, optimizer), sums
+
+
+def adapters_of_replicas(path: str, shards: int, save: bool) -> dict[str, np.ndarray]:
+    """Train replicas of so many ranks and save what trains; or load that onto the same base, as one model over all ranks."""
+    model = adapted(1 if save else 99)
+    optimizer = optimizer_of(model)
+    ckpt.fully_shard(model, optimizer=optimizer, **(hybrid_groups(shards) if save else {}))
+    if save:
+        train(model, optimizer, 0, 2)
+        ckpt.save(path, model=model, optimizer=optimizer, trainable_only=True)
+    else:
+        ckpt.load(path, model=model, optimizer=optimizer)
+    return {name: value.numpy() for name, value in ckpt.full_state_dict(model, include=["*lora_*"], to_rank=None).items()}
 
 
 def load_adapters(path: str, stale: int = 0) -> tuple[Any, Any, Any]:

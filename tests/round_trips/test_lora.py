@@ -120,6 +120,13 @@ def test_a_manager_saves_adapters(ranks: Ranks, tmp_path: Path) -> None:
         assert set(base) == BASE | {"head.weight"}
 
 
+def test_replicas_save_adapters_for_others(ranks: Ranks, tmp_path: Path) -> None:
+    """The base's checksums are of one replica."""
+    saved = ranks(4).run(cases.adapters_of_replicas, str(tmp_path / "adapters"), 2, True)
+    for found in ranks(2).run(cases.adapters_of_replicas, str(tmp_path / "adapters"), 2, False):
+        assert_equal_states(found, saved[0])
+
+
 def test_a_checksum_tells_any_bit_and_any_order_apart() -> None:
     values = np.random.RandomState(0).randint(0, 1 << 16, 70_000).astype("<u2")
     whole = sum_of_elements(values.data.cast("B"), 2, 0, 5)

@@ -22,26 +22,26 @@ import paddle_fsdp_ckpt as ckpt
 Ranks = Callable[[int], RankPool]
 
 
-def save_by_stock(model: str, path: str, safetensors: bool) -> Held:
+def save_by_stock(model: str, path: str, safetensors: bool, shards: int = 0) -> Held:
     """Train, and let stock Paddle save."""
-    made, optimizer = build(model, "adamw named")
+    made, optimizer = build(model, "adamw named", shards=shards)
     train(made, optimizer, 0, 2)
     state = held(made, optimizer)
     dist.save_state_dict(_weights(made, optimizer), path, safetensors=safetensors)
     return Held([], state)
 
 
-def save_by_us(model: str, path: str, optimizer_name: str = "adamw named") -> Held:
+def save_by_us(model: str, path: str, optimizer_name: str = "adamw named", shards: int = 0) -> Held:
     """Train, and save."""
-    made, optimizer = build(model, optimizer_name)
+    made, optimizer = build(model, optimizer_name, shards=shards)
     train(made, optimizer, 0, 2)
     ckpt.save(path, model=made, optimizer=optimizer)
     return Held([], held(made, optimizer))
 
 
-def load_by_stock(model: str, path: str, safetensors: bool, forward_first: bool) -> tuple[Held, list[float]]:
+def load_by_stock(model: str, path: str, safetensors: bool, forward_first: bool, shards: int = 0) -> tuple[Held, list[float]]:
     """Let stock Paddle load into fresh objects; then look, and train a step."""
-    made, optimizer = build(model, "adamw named", seed=99)
+    made, optimizer = build(model, "adamw named", seed=99, shards=shards)
     if forward_first:  # What was gathered for it must not be used after the load.
         made(paddle.zeros([2, 5], "int64"))
     ckpt.init_optimizer_state(optimizer)
@@ -172,3 +172,15 @@ def _write_through_views() -> bool:
             weight.local_tensor.fill_(3.0)
     after: dict[str, StatePiece] = held(made, optimizer)
     return bool(after) and all((piece.values == 3.0).all() for piece in after.values())
+
+
+def test_replicas_and_stock_read_each_other(tmp_path: Path, ranks: Ranks) -> None:
+    """All replicas hand the same pieces to stock Paddle, which stores them once; of ours, each writes a part."""
+    path, other = str(tmp_path / "stock"), str(tmp_path / "ours")
+    saved = whole(ranks(4).run(save_by_stock, "convolutions", path, True, 2)[:2])
+    assert_equal_states(whole([state for state, _ in ranks(2).run(load_by_us, "convolutions", path)]), saved)
+    by_stock = ranks(4).run(load_by_stock, "convolutions", path, True, False, 2)
+    assert_equal_states(whole([state for state, _ in by_stock[:2]]), saved)
+    assert_equal_states(whole([state for state, _ in by_stock[2:]]), saved)
+    saved = whole(ranks(4).run(save_by_us, "convolutions", other, "adamw named", 2)[:2])
+    assert_equal_states(whole([state for state, _ in ranks(3).run(load_by_stock, "convolutions", other, True, False)]), saved)
