@@ -60,7 +60,14 @@ _stack = ExitStack()
 
 
 def build(runtime: str, width: int, blocks: int) -> None:
-    """Make the model and its AdamW: ``ours``, ``prefetch`` (ours with a unit fetched ahead), ``paddle``, or ``unfused``, where each gradient is averaged over the ranks by itself."""
+    """Make the model and its AdamW.
+
+    Args:
+        runtime: ``ours``, ``prefetch`` (ours, with a unit fetched ahead), ``paddle``, or ``unfused``, where each gradient is averaged over
+            the ranks by itself.
+        width: of the model.
+        blocks: of the model.
+    """
     global _model, _optimizer, _batch, _reduces
     paddle.seed(1)
     _batch = paddle.to_tensor(np.random.RandomState(dist.get_rank()).randn(_ROWS, _FEATURES).astype("float32"))
