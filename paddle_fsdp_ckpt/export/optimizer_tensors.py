@@ -169,14 +169,14 @@ def _description(index: CheckpointIndex, tensors: OptimizerTensors) -> JsonValue
         "step": None if manifest is None else manifest.step,
         "optimizers": [
             {
-                "class": one["class"],
-                "learning_rate": one["learning_rate"],
+                "class": one.get("class"),
+                "learning_rate": one.get("learning_rate"),
                 "groups": [
                     {
-                        "parameters": [name for parameter in group["parameters"] for name in tensors.names.get(parameter, ())],
-                        "settings": group["settings"],
+                        "parameters": [name for parameter in group.get("parameters", ()) for name in tensors.names.get(parameter, ())],
+                        "settings": group.get("settings"),
                     }
-                    for group in one["groups"]
+                    for group in one.get("groups", ())
                 ],
             }
             for one in described

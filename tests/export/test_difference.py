@@ -51,6 +51,9 @@ def test_hyper_parameters(tmp_path: Path, ranks: Ranks) -> None:
         found.facts[-1],
     )
     assert found.facts[-1].what == "extra_state"
+    rows = [line.split() for line in str(found).splitlines()]
+    for row in ("step 3 4", "learning rate.value 3 0.1 0.2", "weight_decay 2 0.5 0.25", "extra_state.epoch 1 2", "extra_state.loss nan -"):
+        assert row.split() in rows
 
 
 def test_values_keys_shapes(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from .states import PlannedState, planned_states
 
 DEFAULT_OPTIMIZER = "AdamW"
 
+_MOST_RANKS = 1 << 16
 _SAMPLED_RANKS = 4
 """Headers are made of no more ranks than this; those of the others are taken to be as long as their mean."""
 
@@ -194,14 +195,17 @@ def plan_run(
     """
     path = Path(config)
     found = read_config_file(path / CONFIG_NAME if path.is_dir() else path)
-    wrong = [one for one in world_sizes if one < 1]
+    wrong = [one for one in world_sizes if not 1 <= one <= _MOST_RANKS]
     if wrong or not world_sizes:
-        raise CheckpointError(f"a run can't have {wrong[0] if wrong else 'no'} ranks; give numbers from 1 on")
+        raise CheckpointError(f"a run can't have {wrong[0] if wrong else 'no'} ranks; give numbers from 1 to {_MOST_RANKS}")
     chosen = _dtype(found, dtype)
     units = planned_units(found, chosen)
     states_of = lru_cache(lambda one: tuple(planned_states(optimizer, one, master_weights=master_weights)))
     parameters = [parameter for unit in units for parameter in unit.parameters]
-    layouts = [planned_layout(units, world_size) for world_size in world_sizes]
+    try:
+        layouts = [planned_layout(units, world_size) for world_size in world_sizes]
+    except ValueError as error:
+        raise CheckpointError(f"'{found.path}' makes no model: {error}") from error
     return RunPlan(
         found.path,
         str(found.model_type),
