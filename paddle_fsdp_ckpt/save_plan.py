@@ -77,17 +77,6 @@ class _Seen(NamedTuple):
     shape: list[int]
     dtype: paddle.dtype
 
-    def is_unchanged(self, tensor: paddle.Tensor) -> bool:
-        """Tell whether ``tensor`` is this one, and is where and what it was."""
-        is_same = self.tensor() is tensor
-        return (
-            is_same
-            and tensor.data_ptr() == self.address
-            and tensor.shape == self.shape
-            and tensor.dtype == self.dtype
-            and tensor.is_contiguous()
-        )
-
 
 class KnownIndex(NamedTuple):
     """What rank 0 worked out of the headers of all ranks' files.
@@ -123,8 +112,12 @@ class SaveMemory:
         """Return the last plan, where it was made of just these tensors as they are now."""
         if self._plan is None or len(tables.tensors) != len(self._seen) or tables.names != self._names:
             return None
-        if not all(seen.is_unchanged(tensor) for seen, tensor in zip(self._seen, tables.tensors, strict=True)):
-            return None
+        for (known, address, shape, dtype), tensor in zip(self._seen, tables.tensors, strict=True):
+            is_same = known() is tensor
+            if not (
+                is_same and tensor.data_ptr() == address and tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+            ):
+                return None
         return self._plan
 
     def keep(self, tables: LiveTables, plan: SavePlan) -> None:
