@@ -20,17 +20,25 @@ def bytes_of(tensor: paddle.Tensor) -> memoryview:
     """
     # .numpy() of a view copies the whole flat buffer on CPU, and from_dlpack knows no bfloat16.
     # tensor.contiguous() would change the tensor itself, and part it from those that share its memory.
+    if is_direct(tensor):
+        return direct_bytes(tensor)
     if not tensor.is_contiguous():
         values = np.ascontiguousarray(tensor.numpy())
         return values.reshape(-1).view(np.uint8).data if values.size else memoryview(bytearray())
-    on_host = tensor if tensor.place.is_cpu_place() else tensor.cpu()
-    nbytes = math.prod(on_host.shape) * on_host.element_size()  # .size asks numpy, which is slow
+    return memoryview(bytearray(direct_bytes(tensor.cpu())))
+
+
+def direct_bytes(tensor: paddle.Tensor) -> memoryview:
+    """Return the memory of a tensor for which :func:`is_direct` is true; see :func:`bytes_of`."""
+    nbytes = nbytes_of(tensor)
     if nbytes == 0:
         return memoryview(bytearray())
-    view = memoryview((ctypes.c_ubyte * nbytes).from_address(on_host.data_ptr())).cast("B")
-    if on_host is not tensor:
-        return np.frombuffer(view, np.uint8).copy().data
-    return view
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def nbytes_of(tensor: paddle.Tensor) -> int:
+    """Return how many bytes a tensor's values have."""
+    return math.prod(tensor.shape) * tensor.element_size()  # .size asks numpy, which is slow
 
 
 def chunks_of(tensor: paddle.Tensor) -> Iterator[memoryview]:
@@ -43,7 +51,8 @@ def chunks_of(tensor: paddle.Tensor) -> Iterator[memoryview]:
         yield bytes_of(flat._slice(start, min(flat.shape[0], start + _CHUNK_NUMEL)))
 
 
-def _is_direct(tensor: paddle.Tensor) -> bool:
+def is_direct(tensor: paddle.Tensor) -> bool:
+    """Tell whether a tensor's values lie on CPU, one behind the other."""
     return bool(tensor.place.is_cpu_place()) and bool(tensor.is_contiguous())
 
 
@@ -51,7 +60,7 @@ def _is_direct(tensor: paddle.Tensor) -> bool:
 def destinations(tensors: Sequence[paddle.Tensor]) -> Iterator[list[memoryview]]:
     """Give bytes to write the tensors' values into: their own memory where :func:`bytes_of` gives that, else copied to them at the end."""
     views = [bytes_of(tensor) for tensor in tensors]
-    copied = [(tensor, view) for tensor, view in zip(tensors, views, strict=True) if not _is_direct(tensor)]
+    copied = [(tensor, view) for tensor, view in zip(tensors, views, strict=True) if not is_direct(tensor)]
     yield views
     with paddle.no_grad():
         for tensor, view in copied:

@@ -6,7 +6,6 @@ under the same names, each at the same address, of the same shape and dtype. Oth
 
 from __future__ import annotations
 
-import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from .host_memory import bytes_of
+from .host_memory import bytes_of, direct_bytes, is_direct, nbytes_of
 from .pieces import Piece
 from .shardings import LiveTables
 from .state_dict import weights_to_store
@@ -78,17 +77,6 @@ class _Seen(NamedTuple):
     shape: list[int]
     dtype: paddle.dtype
 
-    def is_unchanged(self, tensor: paddle.Tensor) -> bool:
-        """Tell whether ``tensor`` is this one, and is where and what it was."""
-        is_same = self.tensor() is tensor
-        return (
-            is_same
-            and tensor.data_ptr() == self.address
-            and tensor.shape == self.shape
-            and tensor.dtype == self.dtype
-            and tensor.is_contiguous()
-        )
-
 
 class KnownIndex(NamedTuple):
     """What rank 0 worked out of the headers of all ranks' files.
@@ -124,8 +112,12 @@ class SaveMemory:
         """Return the last plan, where it was made of just these tensors as they are now."""
         if self._plan is None or len(tables.tensors) != len(self._seen) or tables.names != self._names:
             return None
-        if not all(seen.is_unchanged(tensor) for seen, tensor in zip(self._seen, tables.tensors, strict=True)):
-            return None
+        for (known, address, shape, dtype), tensor in zip(self._seen, tables.tensors, strict=True):
+            is_same = known() is tensor
+            if not (
+                is_same and tensor.data_ptr() == address and tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+            ):
+                return None
         return self._plan
 
     def keep(self, tables: LiveTables, plan: SavePlan) -> None:
@@ -169,15 +161,15 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
         memory.keep(tables, plan)
         return StoredTensors(plan, tables.tensors)
     tensors = [weight.local_tensor for weight in weights.values()]
-    whole = [_Source(number, 0, _nbytes(tensor)) for number, tensor in enumerate(tensors)]
+    whole = [_Source(number, 0, nbytes_of(tensor)) for number, tensor in enumerate(tensors)]
     return StoredTensors(_plan(weights, whole, tensors), tensors)
 
 
 def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tensors: Sequence[paddle.Tensor]) -> SavePlan:
     pieces = [piece_of(key, weight) for key, weight in weights.items()]
     views = None
-    if all(one.place.is_cpu_place() and one.is_contiguous() for one in tensors):
-        whole = [bytes_of(one) for one in tensors]
+    if all(is_direct(one) for one in tensors):
+        whole = [direct_bytes(one) for one in tensors]
         views = [
             whole[number] if len(whole[number]) == nbytes else whole[number][start : start + nbytes] for number, start, nbytes in sources
         ]
@@ -186,18 +178,14 @@ def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tens
     return SavePlan(pieces, sources, plan_file(pieces if known else []), estimate_nbytes(pieces), views)
 
 
-def _nbytes(tensor: paddle.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()
-
-
 def _find(weights: Mapping[str, ShardedWeight], tensors: Sequence[paddle.Tensor]) -> list[_Source] | None:
     """Return in which of the tensors the bytes of each weight lie; None where one lies in none of them."""
-    places = sorted((one.data_ptr(), number, _nbytes(one)) for number, one in enumerate(tensors))
+    places = sorted((one.data_ptr(), number, nbytes_of(one)) for number, one in enumerate(tensors))
     addresses = [address for address, _, _ in places]
     sources = []
     for weight in weights.values():
         view = weight.local_tensor
-        address, nbytes = view.data_ptr(), _nbytes(view)
+        address, nbytes = view.data_ptr(), nbytes_of(view)
         position = bisect_right(addresses, address) - 1
         if position < 0 or not view.is_contiguous():
             return None

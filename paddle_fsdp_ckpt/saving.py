@@ -89,7 +89,9 @@ def save(
         trainable_only=trainable_only,
         timeout_seconds=timeout_seconds,
     )
-    commit_save(prepared, list(prepared.contents()), rendezvous)
+    with without_garbage_collection():
+        contents = list(prepared.contents())
+    commit_save(prepared, contents, rendezvous)
 
 
 @dataclass(frozen=True)

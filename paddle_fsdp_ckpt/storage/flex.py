@@ -40,6 +40,8 @@ def paddle_metadata(index: CheckpointIndex) -> bytes:
     Nothing of this package reads ``0.metadata``.
     """
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
+    # Many keys share a description; they can't be changed.
+    alike: dict[tuple[object, ...], LocalTensorMetadata] = {}
     for key in index.stored:
         tensors: list[LocalTensorMetadata] = []
         described: set[tuple[object, ...]] = set()
@@ -49,7 +51,12 @@ def paddle_metadata(index: CheckpointIndex) -> bytes:
             if place in described:
                 continue
             described.add(place)
-            tensors.append(LocalTensorMetadata(box.global_offset, box.local_shape, index.dtypes[key], box.global_shape, bool(flat), flat))
+            dtype = index.dtypes[key]
+            tensor = alike.get((box, dtype, flat))
+            if tensor is None:
+                tensor = LocalTensorMetadata(box.global_offset, box.local_shape, dtype, box.global_shape, bool(flat), flat)
+                alike[box, dtype, flat] = tensor
+            tensors.append(tensor)
             where = LocalTensorIndex(key, box.global_offset, bool(flat), flat, local_shape=box.local_shape)
             metadata.storage_metadata[where] = index.files[file].name
         metadata.state_dict_metadata[key] = tensors
