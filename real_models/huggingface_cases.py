@@ -30,15 +30,15 @@ def load_published(family: str, changes: dict[str, Any], directory: str, tokens:
     return _logits(model, tokens)
 
 
-def read_with_paddleformers(family: str, directory: str, tokens: np.ndarray) -> np.ndarray:
+def read_with_paddleformers(family: str, directory: str, tokens: np.ndarray, convert_from_hf: bool) -> np.ndarray:
     """Read a converted checkpoint with PaddleFormers' own loader, and return the logits."""
-    model = type(build(family)).from_pretrained(directory, load_checkpoint_format="flex_checkpoint", convert_from_hf=True, dtype="float32")
+    model = type(build(family)).from_pretrained(directory, convert_from_hf=convert_from_hf, dtype="float32")
     return _logits(model, tokens)
 
 
 def save_configuration(family: str, directory: str) -> None:
     """Write the ``config.json`` of a tiny model as PaddleFormers does."""
-    configuration(family, architectures=[type(build(family)).__name__]).save_pretrained(directory)
+    configuration(family).save_pretrained(directory)
 
 
 def _logits(model: nn.Layer, tokens: np.ndarray) -> np.ndarray:

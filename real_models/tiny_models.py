@@ -21,7 +21,11 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
 
 def configuration(family: str, **changes: Any) -> Any:
     """PaddleFormers' configuration of a family; ``changes`` are further fields of it."""
-    return _CLASSES[family][0](**{**SETTINGS[family], "use_cache": False, **changes})
+    made = _CLASSES[family][0](**SETTINGS[family], use_cache=False)
+    for name, value in changes.items():  # among its arguments it ignores many of them, without a word
+        assert hasattr(made, name)
+        setattr(made, name, value)
+    return made
 
 
 def build(family: str, seed: int = 11, **changes: Any) -> nn.Layer:
