@@ -49,7 +49,9 @@ def test_a_trained_model_is_read_by_paddleformers(ranks: Callable[[int], RankPoo
     checkpoint, configuration, converted, copied = (str(tmp_path / name) for name in ("checkpoint", "configuration", "converted", "copied"))
     logits = ranks(2).run(huggingface_cases.train_and_save, family, {}, checkpoint, TOKENS)[0]
     single.run(huggingface_cases.save_configuration, family, configuration)
-    outs = {"none": copied} if family == "llama" else {"auto": converted, "none": copied}  # its Llama can't be read from Hugging Face's layout
+    outs = (
+        {"none": copied} if family == "llama" else {"auto": converted, "none": copied}
+    )  # its Llama can't be read from Hugging Face's layout
     for recipe, out in outs.items():
         assert main(["convert", checkpoint, "--to", "hf", out, "--config", configuration, "--recipe", recipe]) == 0
         (theirs,) = single.run(huggingface_cases.read_with_paddleformers, family, out, TOKENS, recipe == "auto")

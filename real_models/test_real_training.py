@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import RankPool, assemble, assert_equal_states
-from training_cases import SAVED_AT, WEIGHT_DECAY, resume, train_plain, train_sharded
+from training_cases import SAVED_AT, STEPS, WEIGHT_DECAY, resume, train_plain, train_recomputing, train_sharded
 
 FAMILIES = ("qwen3_moe", "qwen3", "llama")
 
@@ -18,9 +18,7 @@ WEIGHTS_TOLERANCE = 2e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trains_like_one_process_and_resumes(
-    ranks: Callable[[int], RankPool], single: RankPool, tmp_path: Path, family: str
-) -> None:
+def test_trains_like_one_process_and_resumes(ranks: Callable[[int], RankPool], single: RankPool, tmp_path: Path, family: str) -> None:
     path = str(tmp_path / "checkpoint")
     ((wanted, plain),) = single.run(train_plain, family, {}, WEIGHT_DECAY)
     ((undecayed, _),) = single.run(train_plain, family, {}, 0.0)
@@ -39,3 +37,26 @@ def test_trains_like_one_process_and_resumes(
     for pool in (single, ranks(3)):
         outcome = pool.run(resume, family, {}, path)[0]
         np.testing.assert_allclose(outcome.losses, losses[SAVED_AT:], rtol=TOLERANCE)
+
+
+RECOMPUTED = [
+    ("qwen3_moe", "full", True),
+    ("qwen3_moe", "full_attn", True),
+    ("qwen3", "full", True),
+    ("llama", "full", True),
+    ("llama", "full_attn", True),
+    ("llama", "core_attn", True),
+    ("llama", "full", False),
+    ("llama", "full_attn", False),
+    ("llama", "core_attn", False),
+]
+
+
+@pytest.mark.parametrize(("family", "granularity", "reentrant"), RECOMPUTED)
+def test_trains_with_recompute(ranks: Callable[[int], RankPool], single: RankPool, family: str, granularity: str, reentrant: bool) -> None:
+    changes = {"recompute": True, "recompute_granularity": granularity, "recompute_use_reentrant": reentrant}
+    ((wanted, _),) = single.run(train_plain, family, {}, WEIGHT_DECAY)
+    losses, forwards = ranks(2).run(train_recomputing, family, changes)[0]
+    print(family, granularity, reentrant, forwards, losses)
+    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE)
+    assert forwards == (STEPS if granularity == "core_attn" else 2 * STEPS)

@@ -65,7 +65,6 @@ class Training:
             pieces[key] = StatePiece(tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape), flat, values)
         return pieces
 
-
     def plain(self) -> dict[str, np.ndarray]:
         """Copy the weights and moments of a model that is not sharded, as Paddle's own objects hold them."""
         values = {}
@@ -88,6 +87,7 @@ def prepare(model: nn.Layer, *, sharded: bool, weight_decay: float = WEIGHT_DECA
         max_grad_norm=0.5,
         disable_tqdm=True,
         report_to=[],
+        recompute=model.config.recompute,
     )
     trainer = Trainer(model=model, args=arguments)
     trainer.create_optimizer_and_scheduler(STEPS)
@@ -100,6 +100,15 @@ def train_plain(family: str, changes: dict[str, Any], weight_decay: float) -> tu
     """Train all steps in one process on the global batch."""
     training = prepare(build(family, **changes), sharded=False, weight_decay=weight_decay)
     return training.run(1, STEPS), training.plain()
+
+
+def train_recomputing(family: str, changes: dict[str, Any]) -> tuple[list[float], int]:
+    """Train sharded, and also count how often a forward of the first attention ran."""
+    training = prepare(build(family, **changes), sharded=True)
+    (attention, *_) = [layer for name, layer in training.model.named_sublayers() if name.endswith("self_attn")]
+    forwards: list[None] = []
+    attention.register_forward_pre_hook(lambda *_: forwards.append(None))
+    return training.run(1, STEPS), len(forwards)
 
 
 def train_sharded(family: str, changes: dict[str, Any], path: str) -> Outcome:
