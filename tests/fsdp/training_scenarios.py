@@ -202,6 +202,8 @@ def _flat_loss(run: Run, model: nn.Layer, step: int) -> paddle.Tensor:
 
 _add("recompute_around_blocks", functools.partial(Recomputed, False))
 _add("recompute_inside_blocks", functools.partial(Recomputed, True))
+_add("recompute_around_blocks_not_reentrant", functools.partial(Recomputed, False, use_reentrant=False))
+_add("recompute_inside_blocks_not_reentrant", functools.partial(Recomputed, True, use_reentrant=False))
 
 
 def _side_loss(run: Run, model: nn.Layer, step: int) -> paddle.Tensor:
