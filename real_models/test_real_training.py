@@ -41,7 +41,6 @@ def test_trains_like_one_process_and_resumes(ranks: Callable[[int], RankPool], s
 
 RECOMPUTED = [
     ("qwen3_moe", "full", True),
-    ("qwen3_moe", "full_attn", True),
     ("qwen3", "full", True),
     ("llama", "full", True),
     ("llama", "full_attn", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType, FunctionType
+from typing import Any
 
 import paddle
 
@@ -33,7 +34,7 @@ def running_backwards() -> list[RunningBackward]:
     return found
 
 
-def _owner(frame: FrameType) -> paddle.autograd.PyLayerContext | FunctionType | None:
+def _owner(frame: FrameType) -> Any:
     """Return an object that lives as long as the backward of a frame and belongs to it alone; None where the frame is of something else."""
     if frame.f_code.co_name == "backward":
         context = frame.f_locals.get("ctx")
