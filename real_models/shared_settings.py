@@ -21,5 +21,11 @@ _DECODER: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "norm_topk_prob": True}
 
-SETTINGS: dict[str, dict[str, Any]] = {"llama": _DECODER, "qwen3": _DECODER, "qwen3_moe": {**_DECODER, **_EXPERTS}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": _DECODER,
+    "qwen2": _DECODER,
+    "qwen2_moe": {**_DECODER, **_EXPERTS, "shared_expert_intermediate_size": 36},
+    "qwen3": _DECODER,
+    "qwen3_moe": {**_DECODER, **_EXPERTS},
+}
 """By family, as both libraries name it."""

@@ -18,7 +18,7 @@ from paddle_fsdp_ckpt.cli.main import main
 TOKENS = np.random.RandomState(8).randint(0, VOCABULARY, [2, 24])
 FUSED = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
 FAMILIES = ("qwen3_moe", "qwen3", "llama")
-CASES = [(family, changes) for family in FAMILIES for changes in ({}, FUSED)]
+CASES = [(family, changes) for family in (*FAMILIES, "qwen2", "qwen2_moe") for changes in ({}, FUSED)]
 NAMES = [f"{family}{'-fused' if changes else ''}" for family, changes in CASES]
 
 
