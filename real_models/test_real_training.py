@@ -39,23 +39,19 @@ def test_trains_like_one_process_and_resumes(ranks: Callable[[int], RankPool], s
         np.testing.assert_allclose(outcome.losses, losses[SAVED_AT:], rtol=TOLERANCE)
 
 
-RECOMPUTED = [
-    ("qwen3_moe", "full", True),
-    ("qwen3", "full", True),
-    ("llama", "full", True),
-    ("llama", "full_attn", True),
-    ("llama", "core_attn", True),
-    ("llama", "full", False),
-    ("llama", "full_attn", False),
-    ("llama", "core_attn", False),
-]
+# PaddleFormers' Qwen3-MoE fails with "full_attn", sharded or not: it hands its attention one argument too many.
+RECOMPUTED = {
+    "qwen3_moe": [("full", True)],
+    "qwen3": [("full", True)],
+    "llama": [(granularity, reentrant) for granularity in ("full", "full_attn", "core_attn") for reentrant in (True, False)],
+}
 
 
-@pytest.mark.parametrize(("family", "granularity", "reentrant"), RECOMPUTED)
-def test_trains_with_recompute(ranks: Callable[[int], RankPool], single: RankPool, family: str, granularity: str, reentrant: bool) -> None:
-    changes = {"recompute": True, "recompute_granularity": granularity, "recompute_use_reentrant": reentrant}
+@pytest.mark.parametrize("family", RECOMPUTED)
+def test_trains_with_recompute(ranks: Callable[[int], RankPool], single: RankPool, family: str) -> None:
     ((wanted, _),) = single.run(train_plain, family, {}, WEIGHT_DECAY)
-    losses, forwards = ranks(2).run(train_recomputing, family, changes)[0]
-    print(family, granularity, reentrant, forwards, losses)
-    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE)
-    assert forwards == (STEPS if granularity == "core_attn" else 2 * STEPS)
+    for granularity, reentrant in RECOMPUTED[family]:
+        changes = {"recompute": True, "recompute_granularity": granularity, "recompute_use_reentrant": reentrant}
+        losses, forwards = ranks(2).run(train_recomputing, family, changes)[0]
+        np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE, err_msg=str(changes))
+        assert forwards == (STEPS if granularity == "core_attn" else 2 * STEPS), changes
