@@ -16,30 +16,35 @@ from paddle_fsdp_ckpt.demo.text import Batches, read_corpus
 from paddle_fsdp_ckpt.integrations.paddleformers import ShardedTrainer
 
 
-class StopAfter(TrainerCallback):
-    """Ends a training early, as one that is killed."""
+class Watcher(TrainerCallback):
+    """Notes the losses, and ends a training early, as one that is killed."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, stop_after: int) -> None:
+        self.losses: list[float] = []
+        self._stop_after = stop_after
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.losses += [logs["loss"]] if logs and "loss" in logs else []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step == self._step
+        control.should_training_stop |= state.global_step == self._stop_after
 
 
 def train_plain(changes: dict[str, Any]) -> list[float]:
     """Train in one process with the Trainer as it is, the text in its order."""
-    trainer = Trainer(**_arguments(changes, shuffle=False))
-    trainer.train()
-    return _losses(trainer)
+    watcher = Watcher(STEPS)
+    Trainer(**_arguments(changes, shuffle=False), callbacks=[watcher]).train()
+    return watcher.losses
 
 
 def train_sharded(changes: dict[str, Any], root: str, shuffle: bool, stop_after: int, resume: bool = False) -> Outcome:
     """Train with a sharded model, and save all three steps."""
+    watcher = Watcher(stop_after)
     with CheckpointManager(root) as checkpoints:
         arguments = _arguments(changes, shuffle=shuffle, seed=12 if resume else 11)
-        trainer = ShardedTrainer(**arguments, checkpoints=checkpoints, callbacks=[StopAfter(stop_after)])
+        trainer = ShardedTrainer(**arguments, checkpoints=checkpoints, callbacks=[watcher])
         trainer.train(resume_from_checkpoint=True)
-        return Outcome(_losses(trainer), Training(trainer.model, trainer.optimizer, trainer.lr_scheduler).held())
+    return Outcome(watcher.losses, Training(trainer.model, trainer.optimizer, trainer.lr_scheduler).held())
 
 
 def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11) -> dict[str, Any]:
@@ -66,7 +71,3 @@ def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11) -> dic
 def _collate(rows: list[np.ndarray]) -> dict[str, paddle.Tensor]:
     tokens = np.stack(rows)
     return {"input_ids": paddle.to_tensor(tokens[:, :-1]), "labels": paddle.to_tensor(tokens[:, 1:])}
-
-
-def _losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
