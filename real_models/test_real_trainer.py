@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import RankPool, assemble, assert_equal_states
-from trainer_cases import train_plain, train_sharded
+from trainer_cases import make_with, train_plain, train_sharded
 from training_cases import SAVED_AT, STEPS
 
 WITH_DROPOUT = {"attention_dropout": 0.2}
@@ -30,3 +30,8 @@ def test_it_resumes_bit_for_bit(ranks: Callable[[int], RankPool], tmp_path: Path
     assert begun[0].losses == whole[0].losses[:SAVED_AT]
     assert resumed[0].losses == whole[0].losses[SAVED_AT:]
     assert_equal_states(assemble([rank.held for rank in resumed]), assemble([rank.held for rank in whole]))
+
+
+def test_what_a_sharded_model_can_not_have_is_refused(single: RankPool) -> None:
+    (error,) = single.errors(make_with, {"offload_optim": True})
+    assert str(error) == "CheckpointError: ShardedTrainer can't train with offload_optim; leave them out of the TrainingArguments"

@@ -47,7 +47,13 @@ def train_sharded(changes: dict[str, Any], root: str, shuffle: bool, stop_after:
     return Outcome(watcher.losses, Training(trainer.model, trainer.optimizer, trainer.lr_scheduler).held())
 
 
-def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11) -> dict[str, Any]:
+def make_with(settings: dict[str, Any]) -> None:
+    """Make a trainer with further arguments."""
+    with CheckpointManager(this_rank().scratch / "root") as checkpoints:
+        ShardedTrainer(**_arguments({}, shuffle=False, **settings), checkpoints=checkpoints)
+
+
+def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11, **settings: Any) -> dict[str, Any]:
     rows = [row for step in range(STEPS - 2) for row in Batches(read_corpus(), BATCH_SIZE, LENGTH, seed=3).whole(step)]
     arguments = TrainingArguments(
         output_dir=str(this_rank().scratch),
@@ -64,6 +70,7 @@ def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11) -> dic
         save_strategy="steps" if this_rank().world_size > 1 else "no",
         disable_tqdm=True,
         report_to=[],
+        **settings,
     )
     return {"model": build("qwen3_moe", seed=seed, **changes), "args": arguments, "train_dataset": rows, "data_collator": _collate}
 
