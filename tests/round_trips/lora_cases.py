@@ -15,6 +15,7 @@ from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import base_weights
+from paddle_fsdp_ckpt.fsdp import Communicator, runtime_of
 
 VOCABULARY, WIDTH, RANK = 11, 6, 2
 BATCH = 12
@@ -126,18 +127,27 @@ def train_plain() -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, {name: parameter.numpy() for name, parameter in model.named_parameters() if "lora_" in name}
 
 
-def train_sharded(every: bool) -> tuple[list[float], dict[str, np.ndarray], list[str], list[str]]:
-    """The same sharded; and the names of the flat buffers, and the keys of the states."""
+def train_sharded(every: bool) -> tuple[list[float], dict[str, np.ndarray], list[str], list[str], int]:
+    """The same sharded; and the kinds of flat buffers, the keys of the states, and how many buffers it took to gather the adapters."""
     model, optimizer = build(1, every=every)
     losses = train(model, optimizer, 0, 4)
-    whole = ckpt.full_state_dict(model, trainable_only=True, to_rank=None)
-    from paddle_fsdp_ckpt.fsdp import runtime_of
+    gathered: list[int] = []
+    real = Communicator.all_gather
 
+    def count(self: Communicator, shard: paddle.Tensor) -> paddle.Tensor:
+        gathered.append(shard.shape[0])
+        return real(self, shard)
+
+    Communicator.all_gather = count  # type: ignore[method-assign]
+    try:
+        whole = ckpt.full_state_dict(model, trainable_only=True, to_rank=None)
+    finally:
+        Communicator.all_gather = real  # type: ignore[method-assign]
     runtime = runtime_of(model)
     assert runtime is not None
     kinds = sorted({f"{buffer.layout.dtype} {not buffer.shards[0].parameter.stop_gradient}" for buffer in runtime.buffers})
     states = sorted(ckpt.full_optimizer_state_dict(optimizer, to_rank=None))
-    return losses, {name: tensor.numpy() for name, tensor in whole.items()}, kinds, states
+    return losses, {name: tensor.numpy() for name, tensor in whole.items()}, kinds, states, len(gathered)
 
 
 def counting(monkeypatched: list[int]) -> Callable[..., int]:

@@ -28,13 +28,17 @@ STATES = {f"{name}.{state}" for name in ADAPTERS for state in ("moment1_0", "mom
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_adapters_train_at_parity_beside_a_base_of_another_dtype(ranks: Ranks, single: RankPool, world_size: int) -> None:
     ((losses, adapters),) = single.run(cases.train_plain)
-    for found, weights, kinds, states in ranks(world_size).run(cases.train_sharded, world_size != 3):
+    results = ranks(world_size).run(cases.train_sharded, world_size != 3)
+    first = results[0][1]
+    for found, weights, kinds, states, gathered in results:
         np.testing.assert_allclose(found, losses, rtol=2e-6)
         assert weights.keys() == adapters.keys() == ADAPTERS
         for name, value in adapters.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
         assert kinds == ["bfloat16 False", "float32 False", "float32 True"]
         assert set(states) == STATES
+        assert gathered == (2 if world_size > 1 else 0)  # one buffer of adapters in each block, and nothing of the base
+        assert list(weights) == list(first)  # in the same order on all ranks
 
 
 @pytest.fixture(scope="module")
