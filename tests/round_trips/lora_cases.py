@@ -202,6 +202,14 @@ def load_adapters(path: str, stale: int = 0) -> tuple[Any, Any, Any]:
     finally:
         base_weights.sum_of_elements = real
     assert counted == [0]
+    # A load that fails, and the same base again: rank 0 knows what it heard last.
+    bias = ckpt.full_state_dict(model, include=["blocks.0.up.bias"], to_rank=None)["blocks.0.up.bias"]
+    model.blocks[0].up.bias.set_value(bias * 2 + 1)
+    with pytest.raises(ckpt.MismatchError):
+        ckpt.load(path, model=model, optimizer=optimizer)
+    model.blocks[0].up.bias.set_value(bias)
+    ckpt.save(path + f" of {this_rank().world_size}", model=model, optimizer=optimizer, trainable_only=True, overwrite=True)
+    ckpt.load(path + f" of {this_rank().world_size}", model=model, optimizer=optimizer)
     return report, train(model, optimizer, 4, 6), held(model, optimizer)
 
 
@@ -243,6 +251,19 @@ def load_wrongly(path: str, full: str) -> dict[str, str]:
     assert not report.is_exact
     right = adapted(99)
     assert ckpt.load(path, model=right, parts={"model"}).base == report.base
+    # Under another name, and for an optimizer of more or fewer parameters.
+    wrapper = nn.Layer()
+    wrapper.model = adapted(5)
+    wrapped_optimizer = optimizer_of(wrapper, every=False)
+    ckpt.fully_shard(wrapper, optimizer=wrapped_optimizer)
+    ckpt.load(path, model=wrapper, optimizer=wrapped_optimizer, key_map={"model.": ""})
+    ckpt.save(path + " wrapped", model=wrapper, optimizer=wrapped_optimizer, trainable_only=True, overwrite=True)
+    ckpt.load(path + " wrapped", model=right, optimizer=optimizer_of(right), key_map={"": "model."})
+    one = adapted(5)
+    one.blocks[0].up.bias.stop_gradient = False
+    with pytest.raises(ckpt.MismatchError) as caught:
+        ckpt.load(path + " wrapped", model=one, optimizer=optimizer_of(one), key_map={"": "model."})
+    said["trains now"] = str(caught.value)
     # Optimizer states alone need no base.
     other, other_optimizer = build(5, base=8)
     ckpt.load(path, model=other, optimizer=other_optimizer, parts={"optimizer"})

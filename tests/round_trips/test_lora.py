@@ -104,6 +104,8 @@ def test_another_base_is_an_error(ranks: Ranks, saved: tuple[Path, object], worl
         assert "8 of the base's 10 parameters" in said["another dtype"]
         assert "had 4 parameters that the model lacks: blocks.1.down.bias, blocks.1.down.weight, " in said["a smaller model"]
         assert "10 of the base's 10" in said["a plain model"]
+        assert "1 parameters of the optimizer have no states in it, or were in no optimizer then: blocks.0.up.bias; " in said["trains now"]
+        assert "missing from the checkpoint" not in said["trains now"]
 
 
 def test_what_can_not_be_saved_without_a_base_is_refused(ranks: Ranks, tmp_path: Path) -> None:
