@@ -19,8 +19,9 @@ from .host_memory import chunks_of
 from .lora_layers import merged_lora_layers
 from .meeting import check_same, digest_of
 from .storage.agreement import COORDINATOR
+from .storage.base_parameter import BaseParameter
 from .storage.checksums import checksum_text, seed_of, sum_of_elements
-from .storage.format import BaseParameter, JsonValue
+from .storage.format import JsonValue
 from .subjects import Subjects
 
 

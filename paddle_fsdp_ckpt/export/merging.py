@@ -9,9 +9,10 @@ import numpy as np
 
 from ..errors import CheckpointError, MismatchError, listing
 from ..layout import Range
+from ..storage.base_parameter import BaseParameter
 from ..storage.casts import convert
 from ..storage.checksums import checksum_text, seed_of, sum_of_elements
-from ..storage.format import DTYPE_NBYTES, BaseParameter
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from .contents import Contents, contents_of
 from .lora import Adapter, find_adapters, is_lora_key, unwrapped, weight_names, without_lora

@@ -15,9 +15,10 @@ from ..optim.registry import MASTER_WEIGHT_KEY
 from ..pieces import Piece
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
+from ..storage.base_parameter import BaseParameter
 from ..storage.casts import can_cast, may_overflow, may_round, read_cast
 from ..storage.flex import piece_of
-from ..storage.format import MANIFEST_NAME, BaseParameter
+from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
