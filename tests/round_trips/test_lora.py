@@ -69,10 +69,11 @@ def test_only_what_trains_is_stored_and_the_base_is_summed_over_once(saved: tupl
     (path.parent / "other").mkdir()
     for file in path.iterdir():
         (path.parent / "other" / file.name).write_bytes(file.read_bytes())
-    (path.parent / "other" / MANIFEST_NAME).write_text(other.to_json())
-    assert [str(fact) for fact in compare(path, path.parent / "other").facts] == [
-        f"base (of 1 parameters): {manifests[0].base['embed.weight'].to_text()} and float32 [11, 6] {'0' * 16}"
-    ]
+    (path.parent / "other" / MANIFEST_NAME).write_text(replace(other, lora=manifests[0].lora | {"blocks.0.up": 2.0}).to_json())
+    facts = compare(path, path.parent / "other").facts
+    assert [(one.what, one.parameters) for one in facts] == [("base", 1), ("scaling of LoRA layers", None)]
+    assert (facts[0].one, facts[0].other) == (manifests[0].base["embed.weight"].to_text(), f"float32 [11, 6] {'0' * 16}")
+    assert "scaling of LoRA layers" in str(compare(path, path.parent / "other"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
