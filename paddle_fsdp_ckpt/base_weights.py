@@ -19,8 +19,9 @@ from .host_memory import chunks_of
 from .lora_layers import merged_lora_layers
 from .meeting import check_same, digest_of
 from .storage.agreement import COORDINATOR
+from .storage.base_parameter import BaseParameter
 from .storage.checksums import checksum_text, seed_of, sum_of_elements
-from .storage.format import BaseParameter, JsonValue
+from .storage.format import JsonValue
 from .subjects import Subjects
 
 
@@ -175,7 +176,11 @@ def own_sums(subjects: Subjects, parts: Sequence[ParameterPart]) -> JsonValue:
         sums.append(found[1])
     encoded = base64.b64encode(np.array(sums, "<u8").tobytes()).decode()
     digest = digest_of(" ".join([encoded, *(part.name for part in parts)]))
-    return [digest, None if known is not None and known.told == digest else encoded]
+    if known is not None and known.told == digest:
+        return [digest, None]
+    if known is not None:
+        known.told = None  # until the meeting has ended well, nobody knows what rank 0 heard last
+    return [digest, encoded]
 
 
 def note_told(subjects: Subjects, message: JsonValue) -> None:

@@ -5,10 +5,11 @@ Such a layer computes with ``weight + scaling * lora_A @ lora_B``; see ``LoRALin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from paddle import nn
 
+from .errors import listing
 from .fsdp import walk
 
 _MATRICES = ("lora_A", "lora_B")
@@ -21,6 +22,18 @@ def lora_scalings(model: nn.Layer) -> dict[str, float]:
         for name, layer in _lora_layers(model)
         if isinstance(getattr(layer, "scaling", None), (int, float)) and not _is_merged(layer)
     }
+
+
+def lora_a_of(layer: str) -> str:
+    """Return the name of a LoRA layer's first matrix."""
+    return f"{layer}.{_MATRICES[0]}" if layer else _MATRICES[0]
+
+
+def scaling_differences(model: nn.Layer, saved: Mapping[str, float]) -> list[str]:
+    """Say which LoRA layers of a model scale otherwise than they did; ``saved`` says how, by the names of their first matrices."""
+    pairs = [(layer, saved.get(lora_a_of(layer), now), now) for layer, now in lora_scalings(model).items()]
+    other = [f"'{layer}' by {was:g} then and by {now:g} now" for layer, was, now in pairs if was != now]
+    return [f"LoRA layers scale otherwise: {listing(other)}"] if other else []
 
 
 def merged_lora_layers(model: nn.Layer) -> list[str]:

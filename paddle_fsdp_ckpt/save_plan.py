@@ -66,7 +66,13 @@ class StoredTensors:
             yield from zip(self.plan.pieces, self.plan.views, strict=True)
             return
         for piece, (number, start, nbytes) in zip(self.plan.pieces, self.plan.sources, strict=True):
-            yield piece, bytes_of(self.tensors[number])[start : start + nbytes]
+            tensor = self.tensors[number]
+            if is_direct(tensor):
+                yield piece, direct_bytes(tensor)[start : start + nbytes]
+                continue
+            # Not the whole tensor, which may hold the pieces of many keys.
+            first, numel = start // int(tensor.element_size()), nbytes // int(tensor.element_size())
+            yield piece, bytes_of(tensor.flatten()._slice(first, first + numel))
 
 
 class _Seen(NamedTuple):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from .errors import CorruptCheckpointError, IncompleteCheckpointError, listing
+from .lora_layers import lora_a_of
 from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate
+from .storage.base_parameter import BaseParameter
 from .storage.comparison import have_same_values
-from .storage.format import BaseParameter, JsonValue
+from .storage.format import JsonValue
 from .storage.index import CheckpointIndex
 from .subjects import Stepper
+
+Described = TypeVar("Described")
 
 _MASTER_WEIGHT = "w"
 _STATES = {_MASTER_WEIGHT}.union(*(entry.states for entry in CATALOG.values()))
@@ -57,6 +62,7 @@ class SavedRun:
         optimizers: those that were saved.
         tied: the sorted names of each tensor that had several; None where a checkpoint of stock Paddle doesn't say.
         base: by each of its names, what a parameter was that was left out since it didn't train.
+        lora: by the name of its ``lora_A``, what a LoRA layer multiplied the product of its matrices by.
     """
 
     step: int | None
@@ -65,6 +71,7 @@ class SavedRun:
     optimizers: tuple[SavedOptimizer, ...]
     tied: frozenset[tuple[str, ...]] | None
     base: Mapping[str, BaseParameter] = field(default_factory=dict)
+    lora: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def with_gradient(self) -> set[str]:
@@ -88,8 +95,12 @@ class SavedRun:
     def renamed(self, rename: Callable[[str], str]) -> SavedRun:
         """Return the same with other names of parameters."""
         optimizers = tuple(one.with_names(lambda names: map(rename, names)) for one in self.optimizers)
+
+        def renamed(by_name: Mapping[str, Described]) -> dict[str, Described]:
+            return {rename(name): one for name, one in by_name.items()}
+
         tied = None if self.tied is None else frozenset(tuple(sorted(map(rename, names))) for names in self.tied)
-        return replace(self, optimizers=optimizers, tied=tied, base={rename(name): one for name, one in self.base.items()})
+        return replace(self, optimizers=optimizers, tied=tied, base=renamed(self.base), lora=renamed(self.lora))
 
     def states_in(self, keys: Iterable[str], model_keys: Iterable[str]) -> dict[str, set[str]]:
         """Return which of the keys are states or master weights, by the name of each parameter that an optimizer held."""
@@ -120,7 +131,8 @@ def read_saved_run(index: CheckpointIndex) -> SavedRun:
         ) from error
     names_of = {name: names for names in manifest.tied for name in names}
     base = {name: one for first, one in (manifest.base or {}).items() for name in names_of.get(first, (first,))}
-    return SavedRun(manifest.step, manifest.world_size, manifest.extra_state, optimizers, frozenset(manifest.tied), base)
+    lora = {lora_a_of(layer): scaling for layer, scaling in manifest.lora.items()}
+    return SavedRun(manifest.step, manifest.world_size, manifest.extra_state, optimizers, frozenset(manifest.tied), base, lora)
 
 
 def _stock_states(keys: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import listing
-from ..storage.format import BaseParameter, JsonValue
+from ..storage.base_parameter import BaseParameter
+from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.stock import open_index
 from .statistics import as_float64
@@ -205,6 +206,8 @@ def _facts(first: CheckpointIndex, second: CheckpointIndex) -> Iterator[FactDiff
     if set(one.tied) != set(other.tied):
         yield FactDifference("tied", [list(names) for names in one.tied], [list(names) for names in other.tied])
     yield from _base_differences(one.base, other.base)
+    if one.lora != other.lora:
+        yield FactDifference("scaling of LoRA layers", one.lora, other.lora)
     yield from _setting_differences(_settings(one.optimizers), _settings(other.optimizers))
     if _plain(one.extra_state) != _plain(other.extra_state):
         yield FactDifference("extra_state", one.extra_state, other.extra_state)
@@ -218,7 +221,7 @@ def _base_differences(one: Mapping[str, BaseParameter] | None, other: Mapping[st
     mine, theirs = one or {}, other or {}
     names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
     if names:
-        first, second = (None if one is None else one.to_json() for one in (mine.get(names[0]), theirs.get(names[0])))
+        first, second = (None if one is None else one.to_text() for one in (mine.get(names[0]), theirs.get(names[0])))
         yield FactDifference("base", first, second, len(names))
 
 

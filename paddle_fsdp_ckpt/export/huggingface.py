@@ -14,7 +14,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
 from .contents import Contents, contents_of
-from .lora import fits_recipe, is_lora_key, unwrapped
+from .lora import fits_recipe, is_lora_key, unwrapped, without_lora
 from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
@@ -129,8 +129,8 @@ def export_huggingface(
         raise CheckpointError("LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer out")
     if base is not None or merge_lora:
         adapted = adapted_model(
-            unwrapped(index, fits_recipe(chosen)) if base is None else index,
-            None if base is None else open_index(Path(base)),
+            _unwrapped(index, chosen) if base is None else index,
+            None if base is None else _unwrapped(open_index(Path(base)), chosen),
             alpha=lora_alpha,
             master_weights=master_weights,
             allow_other_base=allow_other_base,
@@ -170,6 +170,10 @@ def export_huggingface(
         optimizer_tensors=0 if states is None else len(states.sources),
         optimizer_nbytes=states_nbytes,
     )
+
+
+def _unwrapped(index: CheckpointIndex, recipe: Recipe) -> CheckpointIndex:
+    return unwrapped(index, without_lora(contents_of(index)).model, fits_recipe(recipe))
 
 
 def _check_not_adapted(index: CheckpointIndex, contents: Contents, recipe: Recipe) -> None:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, listing
-from ..storage.format import DTYPE_NBYTES, BaseParameter, JsonValue
+from ..storage.base_parameter import BaseParameter
+from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
 from ..storage.stock import open_index

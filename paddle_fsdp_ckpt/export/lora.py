@@ -6,7 +6,7 @@ Such a layer computes with ``weight + scaling * lora_A @ lora_B``. The checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, MismatchError, listing
@@ -122,14 +122,19 @@ def _scalings(index: CheckpointIndex, ranks: dict[str, int], alpha: float | None
     return {layer: said.get(layer, given.get(layer, 0.0)) for layer in ranks}
 
 
-def unwrapped(index: CheckpointIndex, fits: Callable[[list[str]], bool]) -> CheckpointIndex:
+def weight_names(index: CheckpointIndex) -> list[str]:
+    """Return the keys that the weights of LoRA layers have, whether the checkpoint holds them or not."""
+    return [_join(key.rpartition(".")[0], "weight") for key in index.stored if key.rpartition(".")[2] == _A]
+
+
+def unwrapped(index: CheckpointIndex, names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> CheckpointIndex:
     """Return the index of a checkpoint by names without the :data:`WRAPPER`, where they only fit so.
 
     Args:
         index: of the checkpoint.
-        fits: tells whether the names of the weights of the LoRA layers are right.
+        names: some of its names.
+        fits: tells whether such names are right.
     """
-    names = [_join(key.rpartition(".")[0], "weight") for key in index.stored if key.rpartition(".")[2] == _A]
     wrapped = all(key.startswith(WRAPPER) for key in index.stored)
     if not wrapped or fits(names) or not fits([name.removeprefix(WRAPPER) for name in names]):
         return index
@@ -153,7 +158,7 @@ def unwrapped(index: CheckpointIndex, fits: Callable[[list[str]], bool]) -> Chec
     )
 
 
-def fits_recipe(recipe: Recipe) -> Callable[[list[str]], bool]:
+def fits_recipe(recipe: Recipe) -> Callable[[Sequence[str]], bool]:
     """Return the function that tells whether a recipe has rules for all of some names."""
     return lambda names: all(any(rule.match(name) is not None for rule in recipe.rules) for name in names)
 

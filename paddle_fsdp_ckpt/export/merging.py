@@ -9,12 +9,13 @@ import numpy as np
 
 from ..errors import CheckpointError, MismatchError, listing
 from ..layout import Range
+from ..storage.base_parameter import BaseParameter
 from ..storage.casts import convert
 from ..storage.checksums import checksum_text, seed_of, sum_of_elements
-from ..storage.format import DTYPE_NBYTES, BaseParameter
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from .contents import Contents, contents_of
-from .lora import Adapter, find_adapters, is_lora_key, unwrapped, without_lora
+from .lora import Adapter, find_adapters, is_lora_key, unwrapped, weight_names, without_lora
 from .output import OutputTensor
 from .recipes.rules import TensorSource
 from .statistics import as_float64
@@ -63,7 +64,7 @@ def adapted_model(
         owner, adapted, replaced = index, index, frozenset[str]()
     else:
         owner = base
-        adapted = unwrapped(index, lambda names: all(name in owner for name in names))
+        adapted = unwrapped(index, weight_names(index), lambda names: all(name in owner for name in names))
         replaced = _check_base(adapted, owner, allow_other_base=allow_other_base)
     contents = without_lora(contents_of(owner))
     adapters = find_adapters(adapted, alpha=alpha, master_weights=master_weights)

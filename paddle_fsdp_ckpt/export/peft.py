@@ -22,7 +22,7 @@ from ..storage.stock import open_index
 from .config import ModelConfig, read_config
 from .contents import contents_of
 from .huggingface import ExportReport
-from .lora import Adapter, find_adapters, fits_recipe, is_lora_key, unwrapped
+from .lora import Adapter, find_adapters, fits_recipe, is_lora_key, unwrapped, weight_names
 from .new_directory import new_directory
 from .recipes import AUTO, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
@@ -82,7 +82,8 @@ def export_peft(
     """
     model_config = None if config is None else read_config(Path(config))
     chosen = choose_recipe(recipe, model_config)
-    index = unwrapped(open_index(Path(path)), fits_recipe(chosen))
+    index = open_index(Path(path))
+    index = unwrapped(index, weight_names(index), fits_recipe(chosen))
     more = _trained_besides(index)
     if more:
         raise MismatchError(

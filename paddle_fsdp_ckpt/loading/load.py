@@ -14,6 +14,7 @@ from paddle import nn
 
 from ..base_weights import ParameterPart, note_told, other_base, own_sums, parameter_parts, say_other_base
 from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
+from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import optimizer_list, states_restored_on_error
 from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
@@ -142,6 +143,8 @@ def load(
     _reset_gradients(plan.subjects, plan.run)
     differences = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else []
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
+    if plan.subjects.model is not None:
+        differences += scaling_differences(plan.subjects.model, plan.run.lora)
     if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
     return _report(plan, merge_notes([verdict["notes"]]), differences, verdict["other_base"])

@@ -15,9 +15,10 @@ from ..optim.registry import MASTER_WEIGHT_KEY
 from ..pieces import Piece
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
+from ..storage.base_parameter import BaseParameter
 from ..storage.casts import can_cast, may_overflow, may_round, read_cast
 from ..storage.flex import piece_of
-from ..storage.format import MANIFEST_NAME, BaseParameter
+from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
@@ -189,8 +190,9 @@ class _Planner:
         # Of what stock Paddle saved, only the states tell what was in an optimizer.
         new = {name for name in stepper.names - self.run.names if self.run.tied is not None or name not in self.index}
         new |= self._lost_without_a_trace(stepper, stored)
+        new -= {one.slot.name for one in stepper.parameters if one.parameter.stop_gradient and one.slot.name in self.run.base}
         # Where a model is given its keys say so too.
-        self.expected |= {name for name in new if name not in self.index}
+        self.expected |= {name for name in new if name not in self.index and name not in self.run.base}
         self._plan_new_parameters(stepper, new)
         loading = self._begin_load(stepper, stored)
         if loading is None:
@@ -230,7 +232,7 @@ class _Planner:
         for name in sorted(new):
             if self.may_be_missing.match_all([f"{name}.{suffix}" for suffix in suffixes]):
                 self.started_afresh.append(name)
-            elif name in self.index or self.may_be_missing.match(name):
+            elif name in self.index or name in self.run.base or self.may_be_missing.match(name):
                 refused.append(name)
         if refused:
             self.others.append(

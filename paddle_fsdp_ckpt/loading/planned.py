@@ -14,8 +14,8 @@ from ..meeting import digest_of
 from ..pieces import Piece
 from ..saved_run import SavedRun
 from ..shardings import StateLoad
+from ..storage.base_parameter import BaseParameter
 from ..storage.casts import read_cast
-from ..storage.format import BaseParameter
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems

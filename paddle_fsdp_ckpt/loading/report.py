@@ -74,7 +74,7 @@ class LoadReport:
         without_state: parameters of the optimizers for which the checkpoint has no state, because they never had a gradient.
             They have none now either.
         not_asked_for: keys of the checkpoint, as it names them, that belong to a part that was not loaded.
-        differences: in words, settings of the optimizers that were saved otherwise and were left as they are.
+        differences: in words, settings of the optimizers, and scalings of LoRA layers, that were saved otherwise and were left as they are.
         missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values.
         started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows. They have none now:
             the next step begins them as that of a new optimizer would.

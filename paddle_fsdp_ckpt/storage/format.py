@@ -19,7 +19,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, NoReturn, TypeAlias, cast
 
 from ..errors import NewerFormatError, UnsafeCheckpointError
-from .checksums import CHECKSUM_LENGTH
+from .base_parameter import BaseParameter
 from .digests import DIGEST_LENGTH, count_chunks, digest
 
 FORMAT_VERSION = 1
@@ -70,7 +70,6 @@ _MAX_COUNT = (1 << 63) - 1
 _SEAL = ',\n "digest": "'
 _SEAL_END = '"\n}\n'
 _DIGESTS = re.compile("[0-9a-f]*", re.ASCII)
-_BASE_PARAMETER = re.compile(rf"([a-z0-9]+) \[((?:[0-9]{{1,18}}(?:, [0-9]{{1,18}})*)?)\] ([0-9a-f]{{{CHECKSUM_LENGTH}}})", re.ASCII)
 _RANK_FILE_NAME = re.compile(r"(0|[1-9][0-9]{0,9})_0\.safetensors", re.ASCII)
 _LEFT_OVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>staging|replaced)-[0-9a-f]{16}", re.DOTALL)
 
@@ -185,37 +184,6 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class BaseParameter:
-    """What a checkpoint without it says of a parameter of the base that it belongs to.
-
-    Attributes:
-        dtype: Paddle's dtype name.
-        shape: of the whole tensor.
-        checksum: of its values, see :mod:`.checksums`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    checksum: str
-
-    def to_json(self) -> JsonValue:
-        """Return the description as plain JSON data; :meth:`from_json` is the inverse."""
-        return f"{self.dtype} {list(self.shape)} {self.checksum}"
-
-    @classmethod
-    def from_json(cls, value: JsonValue, name: str) -> BaseParameter:
-        """Build a description from what :meth:`to_json` returned.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        found = _BASE_PARAMETER.fullmatch(_string(value, f"base parameter '{name}'"))
-        if not found or found[1] not in DTYPE_NAMES.values():
-            raise ValueError(f"base parameter '{name}' is {value!r:.100}, not dtype, shape and checksum")
-        return cls(found[1], tuple(map(int, found[2].split(", "))) if found[2] else (), found[3])
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint directory says about itself; its presence is what makes the directory a checkpoint.
 
@@ -273,7 +241,7 @@ class Manifest:
             "files": [record.to_json() for record in self.files],
         }
         if self.base is not None:
-            fields["base"] = {name: one.to_json() for name, one in self.base.items()}
+            fields["base"] = {name: one.to_text() for name, one in self.base.items()}
         if self.lora:
             fields["lora"] = self.lora
         text = seal(fields)
@@ -453,7 +421,11 @@ def _number(value: JsonValue, what: str) -> float:
 
 
 def _base(value: JsonValue) -> dict[str, BaseParameter]:
-    return {name: BaseParameter.from_json(one, name) for name, one in _dict(value, "base").items()}
+    base = {name: BaseParameter.from_text(_string(one, f"base parameter '{name}'"), name) for name, one in _dict(value, "base").items()}
+    strange = [name for name, one in base.items() if one.dtype not in DTYPE_CODES]
+    if strange:
+        raise ValueError(f"base parameter '{strange[0]}' has the dtype '{base[strange[0]].dtype}', which Paddle lacks")
+    return base
 
 
 def _utc_time(value: JsonValue) -> str:

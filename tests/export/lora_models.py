@@ -63,6 +63,7 @@ def save_lora(
         _layer(wrapper.model, name).scaling = scaling
     ckpt.fully_shard(wrapper, optimizer=None)
     ckpt.save(f"{root}/wrapped", model=wrapper, trainable_only=True)
+    ckpt.save(f"{root}/wrapped full", model=wrapper)
     base = build({name: array * 2 if name in trains else array for name, array in arrays.items()}, dtype, {})
     ckpt.fully_shard(base, optimizer=None)
     ckpt.save(f"{root}/base", model=base)

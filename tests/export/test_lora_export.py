@@ -62,6 +62,8 @@ def test_adapters_are_merged_into_their_base(saved: Saved) -> None:
     with pytest.raises(CheckpointError, match="LoRA adapters' states are not those of the weights"):
         saved.export("full", merge_lora=True, optimizer=True)
     assert_equal(saved.export("wrapped", base=saved.root / "base"), right)
+    assert_equal(saved.export("wrapped", base=saved.root / "wrapped full"), right)
+    assert_equal(saved.export("wrapped full", merge_lora=True), right)
     assert_equal(saved.export("norm/adapters", base=saved.root / "norm" / "base"), right)
     assert any(not np.array_equal(right[name], value) for name, value in saved.export("base").items())
     half = saved.export("adapters", base=saved.root / "base", dtype="float16")
@@ -81,7 +83,7 @@ def test_large_weights_are_merged_in_strips(saved: Saved, tmp_path: Path, monkey
     assert_equal(read_model(tmp_path / "model"), saved.merged)
 
 
-@pytest.mark.parametrize("source", ["adapters", "full", "wrapped"])
+@pytest.mark.parametrize("source", ["adapters", "full", "wrapped full"])
 def test_adapters_alone_in_the_layout_of_peft(saved: Saved, source: str, tmp_path: Path) -> None:
     report = export_peft(saved.root / source, tmp_path / "peft", config=saved.config)
     assert report.files == ("adapter_model.safetensors", "adapter_config.json")

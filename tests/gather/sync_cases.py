@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,6 @@ import paddle
 from gather_cases import Adapted, Net, values_of
 from harness import this_rank
 from paddle import nn
-from safetensors.paddle import load_file, save_file
 
 import paddle_fsdp_ckpt as ckpt
 
@@ -32,27 +33,70 @@ class Scorer(nn.Layer):
         return self.head(self.second(self.first(self.embed(tokens))))
 
 
-def train_and_hand_on(directory: str) -> list[tuple[list[str], np.ndarray]]:
-    """Train three rounds; after each, rank 0 writes what is new. Returns for each the names sent, and the trainer's logits."""
+class Server:
+    """Another process that takes weights one tensor at a time, while the trainer runs."""
+
+    def __init__(self) -> None:
+        paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(ckpt.__file__).parent.parent)]
+        code = f"import sys; sys.path[:0] = {paths!r}; import sync_cases; sync_cases.serve()"
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def send(self, item: object) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(item, self._process.stdin)
+        self._process.stdin.flush()
+
+    def logits(self) -> np.ndarray:
+        """What the server computes with all that it was sent so far."""
+        self.send("compute")
+        assert self._process.stdout is not None
+        return pickle.load(self._process.stdout)
+
+    def stop(self) -> None:
+        self.send("stop")
+        assert self._process.wait(60) == 0
+
+
+def serve() -> None:
+    """Be the other process."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    model = Scorer()
+    weights = model.state_dict()
+    while (item := pickle.load(sys.stdin.buffer)) != "stop":
+        if item == "compute":
+            pickle.dump(model(paddle.to_tensor(TOKENS)).numpy(), answers)
+            answers.flush()
+        else:
+            name, value = item
+            weights[name].set_value(value)
+
+
+def train_and_hand_on() -> list[tuple[list[str], np.ndarray, np.ndarray | None]]:
+    """Train three rounds; before each, rank 0 sends what is new. Returns for each the names sent, and the trainer's and server's logits."""
     paddle.seed(3)
+    server = Server() if this_rank().rank == 0 else None
     model = Scorer()
     optimizer = paddle.optimizer.SGD(0.1, parameters=[*model.first.parameters(), *model.second.parameters()])
     ckpt.fully_shard(model, optimizer=optimizer)
     sent: dict[str, int] = {}
     rounds = []
-    for number in range(3):
+    for _ in range(3):
         versions = ckpt.parameter_versions(model)
         new = {name for name, version in versions.items() if sent.get(name) != version}
-        tensors = dict(ckpt.iter_full_parameters(model, include=lambda name, new=new: name in new, to_rank=0, device="cpu"))
+        for name, tensor in ckpt.iter_full_parameters(model, include=lambda name, new=new: name in new, to_rank=0, device="cpu"):
+            assert server is not None
+            server.send((name, tensor.numpy()))
         sent = versions
-        if this_rank().rank == 0:
-            save_file(tensors, str(Path(directory) / f"{number}.safetensors"))
         with paddle.no_grad():
-            rounds.append((sorted(new), model(paddle.to_tensor(TOKENS)).numpy()))
+            mine = model(paddle.to_tensor(TOKENS)).numpy()
+        rounds.append((sorted(new), mine, None if server is None else server.logits()))
         loss = model(paddle.to_tensor(TOKENS) * 0 + this_rank().rank).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()
+    if server is not None:
+        server.stop()
     return rounds
 
 
@@ -71,21 +115,3 @@ def versions_count() -> None:
         pass
     third = ckpt.parameter_versions(model)
     assert all(third[name] > second[name] for name in third)
-
-
-def serve(directory: str) -> None:
-    """Be the other process: take up each file, and save the logits."""
-    model = Scorer()
-    for number in range(3):
-        missing, unexpected = model.set_state_dict({**model.state_dict(), **load_file(str(Path(directory) / f"{number}.safetensors"))})
-        assert not missing
-        assert not unexpected
-        np.save(Path(directory) / f"{number}.npy", model(paddle.to_tensor(TOKENS)).numpy())
-
-
-def run_server(directory: Path) -> None:
-    """Run :func:`serve` in a process of its own."""
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent), str(Path(ckpt.__file__).parent.parent)]
-    code = f"import sys; sys.path[:0] = {paths!r}; import sync_cases; sync_cases.serve({str(directory)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,10 @@ def test_the_readme_example_hands_on_what_is_new(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
     assert run.returncode == 0, run.stdout + run.stderr + logs
-    found = [load_file(tmp_path / f"weights_{sync}.safetensors") for sync in range(3)]
+    found = [
+        {name: value for path in tmp_path.glob(f"weights_{sync}_*.safetensors") for name, value in load_file(path).items()}
+        for sync in range(3)
+    ]
     assert [sorted(tensors) for tensors in found] == [["0.bias", "0.weight", "2.bias", "2.weight"], *[["2.bias", "2.weight"]] * 2]
     assert found[0]["0.weight"].shape == (16, 64)
     assert (found[1]["2.weight"] != found[2]["2.weight"]).any()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from golden_adapters import save as save_adapters
 from golden_cases import KINDS, expected, save
 from harness import RankPool
 
@@ -23,6 +24,8 @@ def main() -> None:
     for kind in KINDS:
         with RankPool(2) as pool:
             pool.run(save, kind, str(HERE / f"v{FORMAT_VERSION}_{kind}"))
+    with RankPool(2) as pool:
+        pool.run(save_adapters, str(HERE / f"adapters_v{FORMAT_VERSION}"))
 
 
 if __name__ == "__main__":

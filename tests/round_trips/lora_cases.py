@@ -15,6 +15,7 @@ from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import base_weights
+from paddle_fsdp_ckpt.fsdp import Communicator, runtime_of
 
 VOCABULARY, WIDTH, RANK = 11, 6, 2
 BATCH = 12
@@ -126,18 +127,27 @@ def train_plain() -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, {name: parameter.numpy() for name, parameter in model.named_parameters() if "lora_" in name}
 
 
-def train_sharded(every: bool) -> tuple[list[float], dict[str, np.ndarray], list[str], list[str]]:
-    """The same sharded; and the names of the flat buffers, and the keys of the states."""
+def train_sharded(every: bool) -> tuple[list[float], dict[str, np.ndarray], list[str], list[str], int]:
+    """The same sharded; and the kinds of flat buffers, the keys of the states, and how many buffers it took to gather the adapters."""
     model, optimizer = build(1, every=every)
     losses = train(model, optimizer, 0, 4)
-    whole = ckpt.full_state_dict(model, trainable_only=True, to_rank=None)
-    from paddle_fsdp_ckpt.fsdp import runtime_of
+    gathered: list[int] = []
+    real = Communicator.all_gather
 
+    def count(self: Communicator, shard: paddle.Tensor) -> paddle.Tensor:
+        gathered.append(shard.shape[0])
+        return real(self, shard)
+
+    Communicator.all_gather = count  # type: ignore[method-assign]
+    try:
+        whole = ckpt.full_state_dict(model, trainable_only=True, to_rank=None)
+    finally:
+        Communicator.all_gather = real  # type: ignore[method-assign]
     runtime = runtime_of(model)
     assert runtime is not None
     kinds = sorted({f"{buffer.layout.dtype} {not buffer.shards[0].parameter.stop_gradient}" for buffer in runtime.buffers})
     states = sorted(ckpt.full_optimizer_state_dict(optimizer, to_rank=None))
-    return losses, {name: tensor.numpy() for name, tensor in whole.items()}, kinds, states
+    return losses, {name: tensor.numpy() for name, tensor in whole.items()}, kinds, states, len(gathered)
 
 
 def counting(monkeypatched: list[int]) -> Callable[..., int]:
@@ -205,6 +215,14 @@ def load_adapters(path: str, stale: int = 0) -> tuple[Any, Any, Any]:
     finally:
         base_weights.sum_of_elements = real
     assert counted == [0]
+    # A load that fails, and the same base again: rank 0 knows what it heard last.
+    bias = ckpt.full_state_dict(model, include=["blocks.0.up.bias"], to_rank=None)["blocks.0.up.bias"]
+    model.blocks[0].up.bias.set_value(bias * 2 + 1)
+    with pytest.raises(ckpt.MismatchError):
+        ckpt.load(path, model=model, optimizer=optimizer)
+    model.blocks[0].up.bias.set_value(bias)
+    ckpt.save(path + f" of {this_rank().world_size}", model=model, optimizer=optimizer, trainable_only=True, overwrite=True)
+    ckpt.load(path + f" of {this_rank().world_size}", model=model, optimizer=optimizer)
     return report, train(model, optimizer, 4, 6), held(model, optimizer)
 
 
@@ -245,7 +263,23 @@ def load_wrongly(path: str, full: str) -> dict[str, str]:
     assert report.other_base == ["blocks.1.down.bias"]
     assert not report.is_exact
     right = adapted(99)
-    assert ckpt.load(path, model=right, parts={"model"}).base == report.base
+    right.blocks[1].up.scaling = 2
+    loaded = ckpt.load(path, model=right, parts={"model"})
+    assert loaded.base == report.base
+    assert loaded.differences == ["LoRA layers scale otherwise: 'blocks.1.up' by 4 then and by 2 now"]
+    # Under another name, and for an optimizer of more or fewer parameters.
+    wrapper = nn.Layer()
+    wrapper.model = adapted(5)
+    wrapped_optimizer = optimizer_of(wrapper, every=False)
+    ckpt.fully_shard(wrapper, optimizer=wrapped_optimizer)
+    ckpt.load(path, model=wrapper, optimizer=wrapped_optimizer, key_map={"model.": ""})
+    ckpt.save(path + " wrapped", model=wrapper, optimizer=wrapped_optimizer, trainable_only=True, overwrite=True)
+    ckpt.load(path + " wrapped", model=right, optimizer=optimizer_of(right), key_map={"": "model."})
+    one = adapted(5)
+    one.blocks[0].up.bias.stop_gradient = False
+    with pytest.raises(ckpt.MismatchError) as caught:
+        ckpt.load(path + " wrapped", model=one, optimizer=optimizer_of(one), key_map={"": "model."})
+    said["trains now"] = str(caught.value)
     # Optimizer states alone need no base.
     other, other_optimizer = build(5, base=8)
     ckpt.load(path, model=other, optimizer=other_optimizer, parts={"optimizer"})

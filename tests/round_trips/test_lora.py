@@ -14,8 +14,9 @@ from harness import RankPool, assemble, assert_equal_states
 
 from paddle_fsdp_ckpt.export.difference import compare
 from paddle_fsdp_ckpt.export.inspection import inspect
+from paddle_fsdp_ckpt.storage.base_parameter import BaseParameter
 from paddle_fsdp_ckpt.storage.checksums import sum_of_elements
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, BaseParameter, Manifest
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest
 from paddle_fsdp_ckpt.storage.index import read_index
 from paddle_fsdp_ckpt.storage.verify import verify
 
@@ -28,13 +29,17 @@ STATES = {f"{name}.{state}" for name in ADAPTERS for state in ("moment1_0", "mom
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_adapters_train_at_parity_beside_a_base_of_another_dtype(ranks: Ranks, single: RankPool, world_size: int) -> None:
     ((losses, adapters),) = single.run(cases.train_plain)
-    for found, weights, kinds, states in ranks(world_size).run(cases.train_sharded, world_size != 3):
+    results = ranks(world_size).run(cases.train_sharded, world_size != 3)
+    first = results[0][1]
+    for found, weights, kinds, states, gathered in results:
         np.testing.assert_allclose(found, losses, rtol=2e-6)
         assert weights.keys() == adapters.keys() == ADAPTERS
         for name, value in adapters.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
         assert kinds == ["bfloat16 False", "float32 False", "float32 True"]
         assert set(states) == STATES
+        assert gathered == (2 if world_size > 1 else 0)  # one buffer of adapters in each block, and nothing of the base
+        assert list(weights) == list(first)  # in the same order on all ranks
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +69,11 @@ def test_only_what_trains_is_stored_and_the_base_is_summed_over_once(saved: tupl
     (path.parent / "other").mkdir()
     for file in path.iterdir():
         (path.parent / "other" / file.name).write_bytes(file.read_bytes())
-    (path.parent / "other" / MANIFEST_NAME).write_text(other.to_json())
-    assert [str(fact) for fact in compare(path, path.parent / "other").facts] == [
-        f"base (of 1 parameters): {manifests[0].base['embed.weight'].to_json()} and float32 [11, 6] {'0' * 16}"
-    ]
+    (path.parent / "other" / MANIFEST_NAME).write_text(replace(other, lora=manifests[0].lora | {"blocks.0.up": 2.0}).to_json())
+    facts = compare(path, path.parent / "other").facts
+    assert [(one.what, one.parameters) for one in facts] == [("base", 1), ("scaling of LoRA layers", None)]
+    assert (facts[0].one, facts[0].other) == (manifests[0].base["embed.weight"].to_text(), f"float32 [11, 6] {'0' * 16}")
+    assert "scaling of LoRA layers" in str(compare(path, path.parent / "other"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -100,6 +106,8 @@ def test_another_base_is_an_error(ranks: Ranks, saved: tuple[Path, object], worl
         assert "8 of the base's 10 parameters" in said["another dtype"]
         assert "had 4 parameters that the model lacks: blocks.1.down.bias, blocks.1.down.weight, " in said["a smaller model"]
         assert "10 of the base's 10" in said["a plain model"]
+        assert "1 parameters of the optimizer have no states in it, or were in no optimizer then: blocks.0.up.bias; " in said["trains now"]
+        assert "missing from the checkpoint" not in said["trains now"]
 
 
 def test_what_can_not_be_saved_without_a_base_is_refused(ranks: Ranks, tmp_path: Path) -> None:
