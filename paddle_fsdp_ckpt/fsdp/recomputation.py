@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType, FunctionType
+from typing import Any
 
 import paddle
 
 
 class RunningBackward:
-    """Stands for one PyLayer's backward, such as recompute's, which runs a piece of a forward again."""
+    """Stands for one backward that runs a piece of a forward again.
+
+    Attributes:
+        is_reentrant: whether what runs again gets a backward of its own. Otherwise it runs only for what it saves.
+    """
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        self.is_reentrant = is_reentrant
 
 
 def running_backwards() -> list[RunningBackward]:
-    """Return the PyLayers' backwards that are on the stack, the innermost first."""
+    """Return the backwards on the stack that may run a piece of a forward again, the innermost first."""
     found: list[RunningBackward] = []
     frame = sys._getframe(1).f_back
     while frame is not None:
-        if frame.f_code.co_name == "backward":
-            context = frame.f_locals.get("ctx")
-            if isinstance(context, paddle.autograd.PyLayerContext):
-                if not hasattr(context, "_fully_shard_running"):
-                    context._fully_shard_running = RunningBackward()
-                found.append(context._fully_shard_running)
+        owner = _owner(frame)
+        if owner is not None:
+            if not hasattr(owner, "_fully_shard_running"):
+                owner._fully_shard_running = RunningBackward(is_reentrant=isinstance(owner, paddle.autograd.PyLayerContext))
+            found.append(owner._fully_shard_running)
         frame = frame.f_back
     return found
+
+
+def _owner(frame: FrameType) -> Any:
+    """Return an object that lives as long as the backward of a frame and belongs to it alone; None where the frame is of something else."""
+    if frame.f_code.co_name == "backward":
+        context = frame.f_locals.get("ctx")
+        return context if isinstance(context, paddle.autograd.PyLayerContext) else None
+    # The hook of recompute with use_reentrant=False, in Paddle and in PaddleFormers.
+    if frame.f_code.co_name == "unpack":
+        inner = frame.f_locals.get("inner_pack")
+        return inner if isinstance(inner, FunctionType) else None
+    return None

@@ -199,6 +199,9 @@ class Runtime:
         tracked = [tensor for tensor in outputs if not tensor.stop_gradient]
         if not tracked or not units:
             return
+        backwards = running_backwards()
+        if backwards and not backwards[0].is_reentrant:
+            return
         call = _BackwardCall(self, units)
         for unit in units:
             unit.backward_calls += 1

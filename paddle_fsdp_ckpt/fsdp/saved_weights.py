@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import atexit
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import paddle
@@ -57,11 +58,19 @@ class _SavedTensor:
     stop_gradient: bool
 
 
+_REGISTER, _RESET = core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks
+
+
 class SavedWeights:
-    """The saved-tensor hooks, on while a sharded model's forward runs."""
+    """The saved-tensor hooks, on while a sharded model's forward runs.
+
+    Paddle takes one pair at a time. Recompute that is not reentrant has a pair of its own around a piece of a forward, so ours must make
+    room for others: while ours are on, the functions that Paddle's ``saved_tensors_hooks`` calls are replaced by such as swap the pairs.
+    """
 
     def __init__(self) -> None:
         self._on = False
+        self._others = False
         # Weak: a model that is dropped after its forward must not live on here.
         self._active: WeakSet[Runtime] = WeakSet()
         self._gathered: WeakKeyDictionary[LiveBuffer, tuple[int, int]] = WeakKeyDictionary()
@@ -71,8 +80,25 @@ class SavedWeights:
         self._active.add(runtime)
         if not self._on and paddle.is_grad_enabled():  # else Paddle takes no hooks, without a word
             with suppress(ValueError):  # Paddle takes one pair at a time.
-                core.eager.register_saved_tensors_hooks(self._pack, self._unpack)
+                _REGISTER(self._pack, self._unpack)
                 self._on = True
+                core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks = self._register_others, self._reset_others
+
+    def _register_others(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        """Let others have their hooks in place of ours."""
+        if not paddle.is_grad_enabled():  # where Paddle would take none
+            return
+        if not self._others:
+            _RESET()
+        _REGISTER(pack, unpack)
+        self._others = True
+
+    def _reset_others(self) -> None:
+        """Take up ours again once others are done."""
+        if self._others:
+            self._others = False
+            _RESET()
+            _REGISTER(self._pack, self._unpack)
 
     def leave(self, runtime: Runtime) -> None:
         """Turn the hooks off when no other runtime is in its forward."""
@@ -83,8 +109,10 @@ class SavedWeights:
     def turn_off(self) -> None:
         """Turn the hooks off."""
         if self._on:
-            core.eager.reset_saved_tensors_hooks()
-            self._on = False
+            core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks = _REGISTER, _RESET
+            if not self._others:
+                _RESET()
+            self._on = self._others = False
 
     def add(self, buffer: LiveBuffer, whole: paddle.Tensor) -> None:
         """Remember where a gathered buffer lies."""

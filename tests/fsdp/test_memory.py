@@ -48,6 +48,8 @@ def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
         "net": lambda: Net(6),
         "recomputed": lambda: Recomputed(False),
         "inner recompute": lambda: Recomputed(True),
+        "recomputed, not reentrant": lambda: Recomputed(False, use_reentrant=False),
+        "inner recompute, not reentrant": lambda: Recomputed(True, use_reentrant=False),
         "lora": lambda: Net(6, None, LoRALinear),
     }
     model = builders[kind]()
@@ -79,7 +81,9 @@ def gathered_at_once(kind: str) -> tuple[int, int, int, int]:
     return max(units), max(gradients), max(whole_bytes), largest
 
 
-@pytest.mark.parametrize("kind", ["net", "recomputed", "inner recompute", "lora"])
+@pytest.mark.parametrize(
+    "kind", ["net", "recomputed", "inner recompute", "recomputed, not reentrant", "inner recompute, not reentrant", "lora"]
+)
 def test_one_unit_is_whole_at_a_time(ranks: Ranks, kind: str) -> None:
     for units, gradients, whole_bytes, largest in ranks(2).run(gathered_at_once, kind):
         assert units == 1

@@ -185,31 +185,33 @@ class ExpertNet(nn.Layer):
 class Recomputed(nn.Layer):
     """Blocks under recompute: around each, or inside each."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, use_reentrant: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.LayerList([InnerRecompute() if inside else AttentionBlock() for _ in range(3)])
+        self.blocks = nn.LayerList([InnerRecompute(use_reentrant) if inside else AttentionBlock() for _ in range(3)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.inside = inside
+        self.inside, self.use_reentrant = inside, use_reentrant
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
         x = self.embed(tokens)
         for number, block in enumerate(self.blocks):
-            x = block(x) if self.inside or number == 1 else recompute(block, x)
+            x = block(x) if self.inside or number == 1 else recompute(block, x, use_reentrant=self.use_reentrant)
         return self.head(x)
 
 
 class InnerRecompute(nn.Layer):
     """A block that recomputes two of its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, use_reentrant: bool = True) -> None:
         super().__init__()
         self.attention = Attention()
         self.mlp = Block()
         self.scale = self.create_parameter([WIDTH])
+        self.use_reentrant = use_reentrant
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x + recompute(self.attention, x) * self.scale + recompute(self.mlp, x)
+        how = {"use_reentrant": self.use_reentrant}
+        return x + recompute(self.attention, x, **how) * self.scale + recompute(self.mlp, x, **how)
 
 
 class Outputs(nn.Layer):

@@ -202,6 +202,7 @@ def _flat_loss(run: Run, model: nn.Layer, step: int) -> paddle.Tensor:
 
 _add("recompute_around_blocks", functools.partial(Recomputed, False))
 _add("recompute_inside_blocks", functools.partial(Recomputed, True))
+_add("recompute_around_blocks_not_reentrant", functools.partial(Recomputed, False, use_reentrant=False))
 
 
 def _side_loss(run: Run, model: nn.Layer, step: int) -> paddle.Tensor:
@@ -292,7 +293,15 @@ def _raise(*_: Any) -> None:
 
 @scenario
 def gradient_accumulation(run: Run) -> None:
-    model = Net(2, "matmul")
+    _accumulate(run, Net(2, "matmul"))
+
+
+@scenario
+def gradient_accumulation_with_recompute_not_reentrant(run: Run) -> None:
+    _accumulate(run, Recomputed(True, use_reentrant=False))
+
+
+def _accumulate(run: Run, model: nn.Layer) -> None:
     optimizer = run.start(model, adamw)
     for step in range(3):
         for micro in range(3):
@@ -653,7 +662,15 @@ def batch_norm_in_training(run: Run) -> None:
 
 @scenario
 def recompute_around_the_whole_model(run: Run) -> None:
-    inner = Recomputed(True)
+    _recompute_all(run, Recomputed(True))
+
+
+@scenario
+def recompute_around_what_is_recomputed_otherwise(run: Run) -> None:
+    _recompute_all(run, Recomputed(True, use_reentrant=False))
+
+
+def _recompute_all(run: Run, inner: nn.Layer) -> None:
     model = inner
     optimizer = run.start(model, sgd)
     for step in range(2):
