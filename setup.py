@@ -45,5 +45,16 @@ setup(
         "cpu": CPU,
         "dev": [*CPU, *CLI, *PLOT, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "pytest-xdist>=3.6", "ruff>=0.17,<0.18"],
         "plot": PLOT,
+        # pyarrow and datasets: later ones want another numpy than PaddleFormers does.
+        "real-models": [
+            *CPU,
+            "datasets>=3,<4.4",
+            "paddleformers==0.4.1",
+            "peft>=0.17",
+            "pyarrow<21",
+            "pytest>=8.3",
+            "torch==2.13.0",
+            "transformers>=4.55.1,<5",
+        ],
     },
 )
