@@ -86,6 +86,8 @@ class SavedWeights:
 
     def _register_others(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         """Let others have their hooks in place of ours."""
+        if not paddle.is_grad_enabled():  # where Paddle would take none
+            return
         if not self._others:
             _RESET()
         _REGISTER(pack, unpack)
@@ -93,9 +95,9 @@ class SavedWeights:
 
     def _reset_others(self) -> None:
         """Take up ours again once others are done."""
-        _RESET()
         if self._others:
             self._others = False
+            _RESET()
             _REGISTER(self._pack, self._unpack)
 
     def leave(self, runtime: Runtime) -> None:

@@ -662,7 +662,15 @@ def batch_norm_in_training(run: Run) -> None:
 
 @scenario
 def recompute_around_the_whole_model(run: Run) -> None:
-    inner = Recomputed(True)
+    _recompute_all(run, Recomputed(True))
+
+
+@scenario
+def recompute_around_what_is_recomputed_otherwise(run: Run) -> None:
+    _recompute_all(run, Recomputed(True, use_reentrant=False))
+
+
+def _recompute_all(run: Run, inner: nn.Layer) -> None:
     model = inner
     optimizer = run.start(model, sgd)
     for step in range(2):
