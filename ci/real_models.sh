@@ -3,8 +3,8 @@
 # Nothing but packages is downloaded: the models are tiny and made from scratch.
 # Exit status: 0 where all is good, 1 where something is not, 2 where the environment can't be made.
 #
-# PyPI's PyTorch for Linux brings gigabytes for GPUs. To have the small one, name the index of the builds for CPU:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash ci/real_models.sh
+# The PyTorch that pip finds by itself for Linux brings gigabytes for GPUs. To have the small one, put the address of PyTorch's own index
+# of builds for CPU, which its installation page names, into PIP_EXTRA_INDEX_URL.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
