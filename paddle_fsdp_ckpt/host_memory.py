@@ -56,6 +56,46 @@ def is_direct(tensor: paddle.Tensor) -> bool:
     return bool(tensor.place.is_cpu_place()) and bool(tensor.is_contiguous())
 
 
+class HostMemory:
+    """A block of this host's memory for copies of tensors; pinned, so that a device copies into it by itself while others are prepared.
+
+    Pinned memory, for tensors on a GPU, was not run: Paddle's CPU wheel has none.
+    """
+
+    def __init__(self, nbytes: int, *, is_pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        self.is_pinned = is_pinned
+        self._block = paddle.empty([nbytes], dtype="uint8", pin_memory=True) if is_pinned else None
+        self.view = np.empty(nbytes, np.uint8).data if self._block is None else direct_bytes(self._block)
+
+    def take(self, value: paddle.Tensor | memoryview, start: int) -> None:
+        """Copy a value's bytes, row-major, to ``start``; those of a tensor on a device are there after :meth:`wait`."""
+        if self._block is not None and not isinstance(value, memoryview) and is_on_device(value) and value.ndim and value.is_contiguous():
+            copy_bytes(value, self._block, start)
+            return
+        data = value if isinstance(value, memoryview) else bytes_of(value)
+        self.view[start : start + len(data)] = data
+
+    def wait(self) -> None:
+        """Wait until a device has copied all."""
+        if self._block is not None:
+            paddle.device.synchronize()
+
+
+def is_on_device(tensor: paddle.Tensor) -> bool:
+    """Tell whether a tensor's values are not in this host's memory."""
+    return not tensor.place.is_cpu_place()
+
+
+def copy_bytes(tensor: paddle.Tensor, block: paddle.Tensor, start: int) -> None:
+    """Begin to copy the values of a contiguous tensor of at least one dimension, on any device, into a block of bytes (uint8, 1-D)."""
+    nbytes = tensor._numel() * tensor.element_size()
+    if nbytes:
+        with paddle.no_grad():
+            values = tensor.detach().view([-1]).view("uint8")
+            block._slice(start, start + nbytes).copy_(values, False)
+
+
 @contextmanager
 def destinations(tensors: Sequence[paddle.Tensor]) -> Iterator[list[memoryview]]:
     """Give bytes to write the tensors' values into: their own memory where :func:`bytes_of` gives that, else copied to them at the end."""

@@ -21,6 +21,7 @@ from .shardings import LiveTables
 from .state_dict import weights_to_store
 from .storage.flex import piece_of
 from .storage.format import DTYPE_NBYTES, FileRecord
+from .storage.plan import Duplicate
 from .storage.reserved_keys import check_not_reserved
 from .storage.writer import FilePlan, estimate_nbytes, plan_file
 from .subjects import Subjects
@@ -74,6 +75,19 @@ class StoredTensors:
             first, numel = start // int(tensor.element_size()), nbytes // int(tensor.element_size())
             yield piece, bytes_of(tensor.flatten()._slice(first, first + numel))
 
+    def values(self) -> Iterator[tuple[Piece, paddle.Tensor | memoryview]]:
+        """Yield each piece with its bytes where all are on the host, else with the tensor that holds them, or a view of a part of one."""
+        if self.plan.views is not None:
+            yield from zip(self.plan.pieces, self.plan.views, strict=True)
+            return
+        for piece, (number, start, nbytes) in zip(self.plan.pieces, self.plan.sources, strict=True):
+            tensor = self.tensors[number]
+            if nbytes == nbytes_of(tensor):
+                yield piece, tensor
+            else:
+                itemsize = tensor.element_size()
+                yield piece, tensor.detach().view([-1])._slice(start // itemsize, (start + nbytes) // itemsize)
+
 
 class _Seen(NamedTuple):
     """A tensor as a plan saw it. A plan must not keep it alive."""
@@ -90,10 +104,12 @@ class KnownIndex(NamedTuple):
     Attributes:
         headers: of each file: name, size, number of pieces, and size and digest of the header.
         paddle_metadata: the content of ``0.metadata``.
+        duplicates: what they hold twice.
     """
 
     headers: list[tuple[str, int, int, int, str]]
     paddle_metadata: bytes
+    duplicates: list[Duplicate]
 
 
 def headers_of(files: Sequence[FileRecord]) -> list[tuple[str, int, int, int, str]]:

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import paddle
-from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .base_weights import LeftOut, leave_out_base
 from .errors import CheckpointError, RankFailedError, listing
-from .fsdp import named_parameters, runtime_of
 from .host_memory import bytes_of
 from .lora_layers import lora_scalings
 from .meeting import absolute_path, check_same, digest_of, open_meeting
 from .optim import optimizer_list
 from .pieces import Piece
+from .progress import long_progress, watching_file
 from .save_plan import KnownIndex, SaveMemory, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
 from .shardings import Sharding
@@ -33,18 +32,19 @@ from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.digests import digest
 from .storage.flex import paddle_metadata, piece_of
 from .storage.format import PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
-from .storage.index import read_headers, without_garbage_collection
-from .storage.plan import check_complete
+from .storage.index import CheckpointIndex, read_headers, without_garbage_collection
+from .storage.plan import Duplicate, check_complete
+from .storage.reader import differing_duplicates
 from .storage.reserved_keys import bytes_piece
 from .storage.writer import estimate_nbytes, write_rank_file
-from .subjects import Subjects, check_subjects
+from .subjects import Models, Subjects, check_subjects
 from .version import __version__
 
 
 def save(
     path: str | os.PathLike[str],
     *,
-    model: nn.Layer,
+    model: Models,
     optimizer: Any = None,
     step: int | None = None,
     extra_state: JsonValue = None,
@@ -61,8 +61,10 @@ def save(
     Args:
         path: the directory, the same on all ranks; missing or empty.
         model: sharded by ``fully_shard``, ours or Paddle's own, or a plain model, the same on every rank, of which the first rank
-            saves all.
-        optimizer: bound to the model, or a list of such; plain as the model is plain. States that it doesn't have yet are not made.
+            saves all. Or a dict of several such as ``{"actor": actor, "critic": critic}``, sharded by ours or plain: the keys of each
+            begin with its name and a dot.
+        optimizer: bound to the model, or a list or dict of such; plain as the model is plain. Of several models it may step one or more.
+            States that it doesn't have yet are not made.
         step: noted in the checkpoint; a whole number from 0 on.
         extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks.
         overwrite: replace a checkpoint that is at ``path``, as a whole.
@@ -91,7 +93,7 @@ def save(
     )
     with without_garbage_collection():
         contents = list(prepared.contents())
-    commit_save(prepared, contents, rendezvous)
+    commit_save(prepared, contents, rendezvous, is_watched=True)
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,12 @@ class PreparedSave:
     def _others(self) -> list[Piece]:
         return [piece for piece, _ in self.tensors] + [piece for piece, _ in self.data]
 
+    def values(self) -> Iterator[tuple[Piece, paddle.Tensor | memoryview]]:
+        """Yield the same with the tensors, or with bytes where there are such."""
+        yield from self.stored.values()
+        yield from self.tensors
+        yield from self.data
+
     def contents(self) -> Iterator[tuple[Piece, memoryview]]:
         """Yield the same with its bytes: the tensors' own memory, where that is on the host; else copies."""
         yield from self.stored.contents()
@@ -163,7 +171,7 @@ def prepare_save(
     rendezvous: Rendezvous,
     token: str,
     *,
-    model: nn.Layer | None,
+    model: Models | None,
     optimizers: Sequence[Any],
     step: object,
     extra_state: JsonValue,
@@ -202,8 +210,7 @@ def prepare_save(
             check_json(extra_state, "extra_state")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"nothing was saved: {error}") from error
-        runtime = runtime_of(model)
-        if runtime is not None and runtime.gradients_pending:
+        if subjects.sharding.gradients_pending:
             warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=5)
         base: JsonValue = None
         if trainable_only:
@@ -211,11 +218,11 @@ def prepare_save(
             base = left_out[0].message
         stored = stored_tensors(subjects, rendezvous.rank, left_out[0].keys if left_out else ())
         kept = keep()
-        whole = sorted(
-            key
-            for key, weight in kept.sharded.items()
+        whole = {
+            key: digest(bytes_of(weight.local_tensor))
+            for key, weight in sorted(kept.sharded.items())
             if tuple(weight.local_shape) == tuple(weight.global_shape) and not weight.is_flattened
-        )
+        }
         first_replica = subjects.sharding.communicator.replica == 0
         sharded = {
             key: weight for key, weight in kept.sharded.items() if (first_replica and key not in whole) or rendezvous.rank == COORDINATOR
@@ -229,16 +236,22 @@ def prepare_save(
             extra_state=deepcopy(extra_state),
             files=(),
             tied=tuple(tuple(names) for names in subjects.tied()),
-            lora=lora_scalings(model),
+            lora=lora_scalings(subjects.model),
         )
         tensors = [(piece_of(key, weight), weight.local_tensor) for key, weight in sharded.items()]
         data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
         memory = memory_of(subjects)
         prepared.append(PreparedSave(target, stored, tensors, data, memory, manifest, token, overwrite, timeout_seconds))
-        extra = digest_of(json.dumps([extra_state, whole], sort_keys=True))
-        weights_digest = _weights_digest(model) if subjects.sharding.is_plain and rendezvous.world_size > 1 else ""
+        extra = digest_of(json.dumps(extra_state, sort_keys=True))
+        weights_digest = _weights_digest(subjects) if rendezvous.world_size > 1 else ""
         alike = [str(target), subjects.digest(), manifest.step, overwrite, extra, trainable_only, weights_digest]
-        return {"alike": alike, "buffers": _buffer_checksums(subjects), "base": base, "replica": _replica(subjects.sharding)}
+        return {
+            "alike": alike,
+            "whole": whole,
+            "buffers": _buffer_checksums(subjects),
+            "base": base,
+            "replica": _replica(subjects.sharding),
+        }
 
     def judge(ranks: list[JsonValue]) -> None:
         _check_same_saving(ranks)
@@ -253,13 +266,14 @@ def prepare_save(
     return prepared[0]
 
 
-def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvous) -> int:
+def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvous, *, is_watched: bool) -> int:
     """Write a prepared save and make it visible. No Paddle collective runs here, so that it may be called from another thread.
 
     Args:
         prepared: on all ranks the same save.
         contents: what :meth:`PreparedSave.contents` yielded, or copies of it.
         rendezvous: of the same ranks; another connection where this is another thread.
+        is_watched: whether somebody waits for it, who sees on a terminal how far it is.
 
     Returns:
         How many bytes all ranks' files have, on rank 0; 0 elsewhere.
@@ -270,7 +284,10 @@ def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvo
     written: list[FileRecord] = []
 
     def write_files(directory: Path) -> FileRecord:
-        return write_rank_file(directory / rank_file_name(rendezvous.rank), contents, prepared.stored.plan.file)
+        path = directory / rank_file_name(rendezvous.rank)
+        progress = long_progress("saving", rendezvous.rank if is_watched else -1)
+        with watching_file(path, prepared.nbytes, progress):
+            return write_rank_file(path, contents, prepared.stored.plan.file)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         written[:] = files
@@ -282,8 +299,8 @@ def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvo
         if known is None or known.headers != headers:
             with without_garbage_collection():
                 index = read_headers(staging, build_manifest(files))
-                check_complete(index)
-                known = KnownIndex(headers, paddle_metadata(index))
+                known = KnownIndex(headers, paddle_metadata(index), check_complete(index))
+        _check_duplicates(CheckpointIndex(staging, tuple(files), {}, {}), known.duplicates)
         (staging / PADDLE_METADATA_NAME).write_bytes(known.paddle_metadata)
         if prepared.memory is not None:
             prepared.memory.index = known
@@ -319,6 +336,7 @@ def _check_same_saving(ranks: list[JsonValue]) -> None:
     for what, values in zip(whats, zip(*(one["alike"] for one in ranks), strict=True), strict=True):
         check_same("save", what, values, "nothing was written", shown=what in shown)
     _check_same_replicas([one["replica"] for one in ranks])
+    _check_same_whole([one["whole"] for one in ranks])
     buffers = [one["buffers"] for one in ranks]
     differing = [name for name, checksum in buffers[COORDINATOR].items() if any(other[name] != checksum for other in buffers)]
     if differing:
@@ -349,9 +367,38 @@ def _check_same_replicas(ranks: list[JsonValue]) -> None:
                 )
 
 
-def _weights_digest(model: nn.Layer) -> str:
-    """Return a digest of the values of a plain model's parameters."""
-    return digest_of(" ".join(digest(bytes_of(named.parameter)) for named in named_parameters(model)))
+def _check_same_whole(ranks: Sequence[dict[str, str]]) -> None:
+    """Raise where ranks gave different tensors under one key, of which each says that it has all."""
+    first = ranks[COORDINATOR]
+    differing = {key for one in ranks for key in {*first, *one} if one.get(key) != first.get(key)}
+    if differing:
+        raise RankFailedError(
+            f"sharded: ranks gave different values, or some none, under keys of which each has all: {listing(sorted(differing))}; nothing "
+            "was written. Give different tensors different keys, or say which part of a larger one they are"
+        )
+
+
+def _check_duplicates(index: CheckpointIndex, duplicates: Sequence[Duplicate]) -> None:
+    """Raise where ranks wrote different values for the same elements. It reads what was written twice."""
+    differing = sorted(
+        {
+            f"'{one.key}' in {index.files[one.file].name} and {index.files[one.other_file].name}"
+            for one in differing_duplicates(index, duplicates)
+        }
+    )
+    if differing:
+        raise RankFailedError(
+            f"ranks gave different values for the same elements of {len(differing)} keys: {listing(differing)}; nothing was saved. Give "
+            "different tensors, such as the experts of each rank, different keys or offsets"
+        )
+
+
+def _weights_digest(subjects: Subjects) -> str:
+    """Return a digest of the values of plain models' parameters."""
+    assert subjects.model is not None
+    whole = subjects.sharding.whole_keys(subjects.model)
+    plain = [named.parameter for named in subjects.parameters if named.names[0] in whole]
+    return digest_of(" ".join(digest(bytes_of(parameter)) for parameter in plain))
 
 
 def _buffer_checksums(subjects: Subjects) -> dict[str, int]:

@@ -126,9 +126,18 @@ class Sharding(ABC):
     masters_follow_singly = True
     """Whether the master weights of some parameters can follow these, and others stay."""
 
+    @property
+    def gradients_pending(self) -> bool:
+        """Whether a backward went before whose gradients no step has used; false where nobody knows."""
+        return False
+
     @abstractmethod
     def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:
         """Return this rank's part of a model's parameters and persistable buffers, as views."""
+
+    def whole_keys(self, model: nn.Layer) -> set[str]:
+        """Return the keys of what every rank has all of: the buffers, and where nothing is cut the parameters."""
+        return {name for name, _ in named_buffers(model)}
 
     @abstractmethod
     def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
@@ -246,6 +255,10 @@ class Plain(Sharding):
         weights.update({name: replicated(name, buffer) for name, buffer in named_buffers(model)})
         return weights
 
+    def whole_keys(self, model: nn.Layer) -> set[str]:
+        """Return all."""
+        return super().whole_keys(model) | {name for named in named_parameters(model) for name in named.names}
+
     def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
         """Return whole parameters of the model."""
         assert model is not None
@@ -278,6 +291,11 @@ class CutByUs(Sharding):
     """A model that :func:`paddle_fsdp_ckpt.fully_shard` cut."""
 
     runtime: Runtime
+
+    @property
+    def gradients_pending(self) -> bool:
+        """What the runtime says."""
+        return self.runtime.gradients_pending
 
     @property
     def communicator(self) -> Communicator:
@@ -344,8 +362,9 @@ class CutByUs(Sharding):
         if foreign:
             whose = "of several sharded models, whose names may be the same" if model is None else "of another model than the one given"
             raise ShardingError(
-                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; give each model its own "
-                "optimizer and its own checkpoint, or shard one layer that holds all models"
+                f"{len(foreign)} parameters of the optimizers are {whose}: {listing(foreign)}; to save and "
+                'load, give all models that they step, as model={"actor": actor, "critic": critic}; for the rest, give each model its own '
+                "optimizer"
             )
         return list(held)
 
@@ -524,6 +543,9 @@ def ranks_of(model: object, optimizers: Sequence[object]) -> tuple[int, ...]:
     Raises:
         ShardingError: the processes of the job don't know of each other, or fleet was set up with another kind of parallelism.
     """
+    if isinstance(model, Mapping):
+        runtimes = [runtime_of(one) for _, one in sorted(model.items(), key=lambda pair: str(pair[0])) if isinstance(one, nn.Layer)]
+        return next((one.communicator.ranks for one in runtimes if one is not None), None) or default_ranks()
     if isinstance(model, nn.Layer):
         runtime = runtime_of(model)
         if runtime is not None:

@@ -11,7 +11,7 @@ from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import ShardingError
-from .fsdp import named_buffers
+from .optim import WholeParameter
 from .shardings import init_states, sharding_of, states_of
 from .subjects import Subjects, check_tensors
 
@@ -82,19 +82,20 @@ def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
     that stores the parameter's first element. Replicas divide what they all keep.
     """
     weights: dict[str, ShardedWeight] = {}
-    sharding, is_plain = subjects.sharding, subjects.sharding.is_plain
+    sharding = subjects.sharding
     if subjects.model is not None:
         sharding.warn_of_cuts()
         weights.update(sharding.written_model_weights(subjects.model))
         if rank > 0:
-            replicated = set(weights) if is_plain else {name for name, _ in named_buffers(subjects.model)}
+            replicated = sharding.whole_keys(subjects.model)
             weights = {key: weight for key, weight in weights.items() if key not in replicated}
     for stepper in subjects.steppers:
-        if rank == 0 or not is_plain:
-            for state in sharding.states(stepper.optimizer, stepper.parameters):
-                weight = sharding.written_state(state)
-                if weight is not None:
-                    if state.key in weights:
-                        raise ShardingError(f"'{state.key}' is both a tensor of the model and a state of the optimizer; rename the tensor")
-                    weights[state.key] = weight
+        for state in sharding.states(stepper.optimizer, stepper.parameters):
+            if rank > 0 and isinstance(state.shard, WholeParameter):
+                continue
+            weight = sharding.written_state(state)
+            if weight is not None:
+                if state.key in weights:
+                    raise ShardingError(f"'{state.key}' is both a tensor of the model and a state of the optimizer; rename the tensor")
+                weights[state.key] = weight
     return weights

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import paddle
 from paddle import nn
@@ -15,7 +15,11 @@ from .errors import CheckpointError, ShardingError, listing
 from .fsdp import ShardedParameter, check_names, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
 from .fsdp.units import NamedParameter
 from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
+from .several_models import combine_models
 from .shardings import Sharding, sharding_of, sharding_of_optimizers
+
+Models: TypeAlias = "nn.Layer | Mapping[str, nn.Layer]"
+"""A model, or several under names, see :mod:`.several_models`."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Subjects:
     """A model, optimizers, or both, that belong together.
 
     Attributes:
-        model: the model, or None.
+        model: the model, or several as one, or None.
         steppers: the optimizers.
         sharding: how the ranks keep them.
     """
@@ -86,33 +90,47 @@ class Subjects:
         described: list[object] = [(one.cls, one.first_hyperparameters) for one in self.steppers]
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
+            whole = self.sharding.whole_keys(self.model)
             described += [
-                (named.names, named.parameter.shape if self.sharding.is_plain else [], dtype_name(named.parameter))
+                (named.names, named.parameter.shape if named.names[0] in whole else [], dtype_name(named.parameter))
                 for named in self.parameters
             ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in self.buffers]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def check_subjects(model: nn.Layer | None, optimizers: Sequence[Any]) -> Subjects:
-    """Check that a model and optimizers can be saved or loaded together.
+def check_subjects(model: Models | None, optimizers: Sequence[Any]) -> Subjects:
+    """Check that a model, or several, and optimizers can be saved or loaded together.
 
     Raises:
-        CheckpointError: nothing was given, or something else than a model and its optimizers.
+        CheckpointError: nothing was given, or something else than models and their optimizers.
         ShardingError: a part of a sharded model, an optimizer of another model or one that isn't bound.
         UnsupportedOptimizerError: an optimizer whose states are not known.
     """
     if model is None and not optimizers:
         raise CheckpointError("give a model, an optimizer, or both")
-    if model is not None:
-        check_tensors(model)
+    one_model, sharding = _check_model(model)
     for one in optimizers:
         check_is_optimizer(one)
-    sharding = sharding_of_optimizers(optimizers) if model is None else sharding_of(model)
-    held = sharding.held_by(optimizers, model)
+    sharding = sharding or sharding_of_optimizers(optimizers)
+    held = sharding.held_by(optimizers, one_model)
     steppers = [Stepper(one, parameters, sharding) for one, parameters in zip(optimizers, held, strict=True)]
     _check_stepped_once(steppers)
-    return Subjects(model, steppers, sharding)
+    return Subjects(one_model, steppers, sharding)
+
+
+def _check_model(model: Models | None) -> tuple[nn.Layer | None, Sharding | None]:
+    """Return what was given as one layer, and how it is kept; None where nothing was."""
+    if model is None:
+        return None, None
+    if not isinstance(model, Mapping):
+        check_tensors(model)
+        return model, sharding_of(model)
+    combined, sharding = combine_models(model)
+    for one in model.values():
+        check_tensors(one)
+    check_names(named_parameters(combined), list(named_buffers(combined)))
+    return combined, sharding
 
 
 def check_tensors(model: nn.Layer) -> None:

@@ -22,12 +22,13 @@ FACE = "__init__"
 _NOUNS = ("errors", "layout", "pieces")
 _RUNTIME = (*_NOUNS, "fsdp", "optim")
 _OFFLINE = (*_NOUNS, "storage")
-_CHECKPOINT = (*_RUNTIME, "shardings", "state_dict", "subjects", "storage", "host_memory", "meeting", "saved_run")
+_CHECKPOINT = (*_RUNTIME, "progress", "shardings", "state_dict", "subjects", "storage", "host_memory", "meeting", "saved_run")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "version": (),
     "errors": (),
     "requirements": ("errors",),
+    "progress": (),
     FACE: (
         "errors",
         "fsdp",
@@ -54,7 +55,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "optim": (*_NOUNS, "fsdp", "optimizer_states"),
     "training": _RUNTIME,
     "shardings": (*_RUNTIME, "division"),
-    "subjects": (*_RUNTIME, "shardings"),
+    "several_models": (*_RUNTIME, "shardings"),
+    "subjects": (*_RUNTIME, "shardings", "several_models"),
     "state_dict": (*_RUNTIME, "shardings", "subjects"),
     "gather": (*_RUNTIME, "shardings", "subjects", "host_memory", "storage"),
     "gather_states": (*_RUNTIME, "gather", "subjects"),
@@ -79,7 +81,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """What each room (a module, or a folder of them) may import besides itself and ``version``."""
 
-WITHOUT_PADDLE = {"version", "errors", "layout", "division", "optimizer_states", "pieces", "storage", "export", "cli"}
+WITHOUT_PADDLE = {"version", "errors", "layout", "division", "progress", "optimizer_states", "pieces", "storage", "export", "cli"}
 BRIDGES_TO_PADDLE = {"storage/flex.py"}
 
 WITHOUT_FILES = {"fsdp", "optim"}

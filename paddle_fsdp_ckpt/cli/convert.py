@@ -30,6 +30,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hf: a Hugging Face model; fc: a checkpoint; peft: LoRA adapters alone",
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make; missing or empty")
+    parser.add_argument("--model", metavar="NAME", help="hf, peft: which one, where the checkpoint holds several under names")
     parser.add_argument("--config", metavar="DIR", help="hf: where config.json and tokenizer files lie, which are copied")
     parser.add_argument(
         "--recipe",
@@ -65,6 +66,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "max_shard_size": ["hf"],
         "optimizer": ["hf"],
         "workers": ["hf", "fc"],
+        "model": ["hf", "peft"],
         "config": ["hf", "peft"],
         "master_weights": ["hf", "peft"],
         "lora_alpha": ["hf", "peft"],
@@ -90,6 +92,7 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Re
         progress=progress,
         optimizer=arguments.optimizer,
         workers=arguments.workers or 1,
+        model_name=arguments.model,
     )
 
 
@@ -114,6 +117,7 @@ def _to_peft(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
         master_weights=arguments.master_weights,
         lora_alpha=arguments.lora_alpha,
         progress=progress,
+        model_name=arguments.model,
     )
 
 

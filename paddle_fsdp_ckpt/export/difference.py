@@ -13,6 +13,7 @@ from ..errors import listing
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
+from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .statistics import as_float64
 from .text import Block, BlockReport, Table
@@ -129,6 +130,7 @@ class Difference(BlockReport):
                 yield f"... and {len(self.values) - _SHOWN} more"
 
 
+@while_reading("one", "other")
 def compare(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Difference:
     """Compare two checkpoints, of ours or of stock Paddle's: keys, shapes, dtypes, hyper-parameters, and all values.
 

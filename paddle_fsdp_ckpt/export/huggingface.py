@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
+from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
 from .contents import Contents, contents_of
@@ -18,6 +19,7 @@ from .lora import fits_recipe, is_lora_key, unwrapped, without_lora
 from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
+from .one_model import open_model
 from .optimizer_tensors import OPTIMIZER_DIRECTORY, optimizer_tensors, write_optimizer
 from .output import OutputTensor
 from .recipes import AUTO, choose_recipe
@@ -72,6 +74,7 @@ class ExportReport:
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
 
 
+@while_reading("path", "base")
 def export_huggingface(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -88,6 +91,7 @@ def export_huggingface(
     progress: Callable[[int, int], None] | None = None,
     optimizer: bool = False,
     workers: int = 1,
+    model_name: str | None = None,
 ) -> ExportReport:
     """Write the model of a checkpoint as ``model-00001-of-0000N.safetensors`` files and their index, as a whole or not at all.
 
@@ -110,6 +114,7 @@ def export_huggingface(
         progress: called now and then with the number of bytes written so far, and of all.
         optimizer: write the optimizer's states too, into the directory ``optimizer`` in there; see :mod:`.optimizer_tensors`.
         workers: how many threads read and convert; with more than one, each holds some tensors whole.
+        model_name: which model, where several were saved under names.
 
     Raises:
         TargetExistsError: ``out`` is there and not empty.
@@ -120,7 +125,7 @@ def export_huggingface(
     """
     if max_shard_nbytes < 1:
         raise CheckpointError(f"a file can't have {max_shard_nbytes} bytes at most")
-    index = open_index(Path(path))
+    index = open_model(Path(path), model_name)
     contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
     chosen = choose_recipe(recipe, model_config)

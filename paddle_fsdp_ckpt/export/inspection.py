@@ -16,6 +16,7 @@ from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
+from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .contents import Contents, contents_of
 from .roots import checkpoints_in
@@ -240,6 +241,7 @@ def _names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
+@while_reading("path")
 def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection:
     index = open_index(path)
     contents = contents_of(index)

@@ -18,12 +18,13 @@ from ..errors import CheckpointError, MismatchError, listing
 from ..layout import Range
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
-from ..storage.stock import open_index
+from ..storage.read_lock import while_reading
 from .config import ModelConfig, read_config
 from .contents import contents_of
 from .huggingface import ExportReport
 from .lora import Adapter, find_adapters, fits_recipe, is_lora_key, unwrapped, weight_names
 from .new_directory import new_directory
+from .one_model import open_model
 from .recipes import AUTO, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .safetensors_files import write_file
@@ -50,6 +51,7 @@ class PeftLayer(NamedTuple):
         yield TensorSource(f"{_BEFORE}{self.name}.lora_B.weight", (width, rank), b, self.columns, transpose=True)
 
 
+@while_reading("path")
 def export_peft(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -60,6 +62,7 @@ def export_peft(
     master_weights: bool = False,
     lora_alpha: float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    model_name: str | None = None,
 ) -> ExportReport:
     """Write the LoRA adapters of a checkpoint as ``adapter_model.safetensors`` and ``adapter_config.json``, as a whole or not at all.
 
@@ -72,6 +75,7 @@ def export_peft(
         master_weights: take the values of matrices that have a master weight from that.
         lora_alpha: where the checkpoint doesn't say how adapters scale, they do by ``lora_alpha / r``.
         progress: called now and then with the number of bytes written so far, and of all.
+        model_name: which model, where several were saved under names.
 
     Raises:
         TargetExistsError: ``out`` is there and not empty.
@@ -82,7 +86,7 @@ def export_peft(
     """
     model_config = None if config is None else read_config(Path(config))
     chosen = choose_recipe(recipe, model_config)
-    index = open_index(Path(path))
+    index = open_model(Path(path), model_name)
     index = unwrapped(index, weight_names(index), fits_recipe(chosen))
     more = _trained_besides(index)
     if more:

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..layout import ITEM_SIZES, Range, build_flat_buffer
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
+from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .contents import Contents, contents_of
 
@@ -90,6 +91,7 @@ class ShardMap:
     is_exact: bool
 
 
+@while_reading("path")
 def read_shard_map(path: Path) -> ShardMap:
     """Find out from a checkpoint's headers which rank holds what; of ours or of stock Paddle's.
 

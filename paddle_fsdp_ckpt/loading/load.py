@@ -10,31 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import paddle
-from paddle import nn
 
 from ..base_weights import ParameterPart, note_told, other_base, own_sums, parameter_parts, say_other_base
 from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
-from ..optim import optimizer_list, states_restored_on_error
+from ..optim import WholeParameter, optimizer_list, states_restored_on_error
+from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
 from ..storage.agreement import exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
 from ..storage.index import without_garbage_collection
 from ..storage.problems import OtherProblem, merge_problems
+from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE
-from ..subjects import Stepper, Subjects, check_subjects
+from ..subjects import Models, Stepper, Subjects, check_subjects
 from .options import PARTS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
 from .report import LoadNotes, LoadReport, merge_notes
 
 
+@while_reading("path")
 def load(
     path: str | os.PathLike[str],
     *,
-    model: nn.Layer | None = None,
+    model: Models | None = None,
     optimizer: Any = None,
     parts: Iterable[str] | None = None,
     allow_missing: Iterable[str] = (),
@@ -56,8 +58,9 @@ def load(
 
     Args:
         path: a directory that ``save`` made, or stock Paddle's ``save_state_dict``; the same on all ranks.
-        model: sharded by ``fully_shard``, ours or Paddle's own, or plain.
-        optimizer: bound to the model, or a list of such; plain as the model is plain; fresh or used. Its states become those of
+        model: sharded by ``fully_shard``, ours or Paddle's own, or plain; or a dict of several, as ``save`` takes it. Some of those that
+            were saved: give these, and say ``allow_unexpected=["critic.*"]`` of the others.
+        optimizer: bound to the model, or a list or dict of such; plain as the model is plain; fresh or used. Its states become those of
             the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well.
         parts: some of ``"model"`` (parameters and buffers), ``"optimizer"`` (states and master weights) and ``"learning_rate"`` (the
             scheduler's state). By default all that the given objects have. The others stay as they are.
@@ -97,6 +100,7 @@ def load(
     rendezvous, token = open_meeting(model, optimizers)
     planned: list[tuple[Subjects, LoadPlan]] = []
     told: list[JsonValue] = []
+    progress = long_progress("loading", rendezvous.rank)
     with ExitStack() as stack:
 
         def plan_all() -> JsonValue:
@@ -117,7 +121,7 @@ def load(
             subjects = check_subjects(model, optimizers)
             for one in subjects.steppers:
                 stack.enter_context(states_restored_on_error(one.optimizer))
-            plan = plan_load(where, subjects, options)
+            plan = plan_load(where, subjects, options, progress)
             planned.append((subjects, plan))
             alike = [str(where), subjects.digest(), plan.digest(), options.digest(plan.mapped)]
             told.append(own_sums(subjects, _base_parts(subjects, plan)) if plan.base else None)
@@ -133,7 +137,7 @@ def load(
     subjects, plan = planned[0]
     try:
         with without_garbage_collection():
-            exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
+            exchange(rendezvous, f"{token}/read", lambda: plan.read(progress), lambda _: None, timeout_seconds)
     except RankFailedError as error:
         if PARTIAL_STATE in str(error):
             raise
@@ -206,7 +210,7 @@ def _announce(subjects: Subjects, plan: LoadPlan) -> None:
     kept = [*plan.notes.missing, *plan.base]
     loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, kept)
     # What is cut knows its optimizers; a plain model doesn't.
-    if loaded.sharding.is_plain and loaded.model is not None and not loaded.steppers:
+    if loaded.model is not None and not loaded.steppers:
         for stepper in subjects.steppers:
             _let_masters_follow(stepper, kept)
 
@@ -215,7 +219,7 @@ def _let_masters_follow(stepper: Stepper, kept: Collection[str]) -> None:
     masters = stepper.optimizer._master_weights
     for one in stepper.parameters:
         master = masters.get(one.parameter.name)
-        if master is not None and one.slot.name not in kept:
+        if isinstance(one, WholeParameter) and master is not None and one.slot.name not in kept:
             with paddle.no_grad():
                 paddle.assign(one.parameter.astype(master.dtype), master)
 

@@ -13,6 +13,7 @@ from ..errors import IncompleteCheckpointError, MismatchError, listing
 from ..optim import entry_of
 from ..optim.registry import MASTER_WEIGHT_KEY
 from ..pieces import Piece
+from ..progress import ProgressLine
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
@@ -27,20 +28,21 @@ from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import Stepper, Subjects
 from .options import LoadOptions, Patterns, map_names, unused_prefixes
-from .planned import LoadPlan, Target, read_targets
+from .planned import LoadPlan, Target, counter_of, read_targets
 from .report import CastKey, LoadNotes
 from .saved_names import RenamedCheckpoint, rename_checkpoint
 
 _LOW_PRECISION = ("float16", "bfloat16")
 
 
-def plan_load(path: Path, subjects: Subjects, options: LoadOptions) -> LoadPlan:
+def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: ProgressLine) -> LoadPlan:
     """Plan how this rank loads a checkpoint. Optimizers get the states that are to be loaded, and nothing else changes.
 
     Args:
         path: the checkpoint.
         subjects: what was given to ``load``.
         options: what may differ.
+        progress: shows how far it is where digests are checked first.
 
     Raises:
         CheckpointError: ``key_map`` gives something else than names.
@@ -52,7 +54,7 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions) -> LoadPlan:
     mapped = map_names(options.key_map, names)
     index, damaged = _open(path, options)
     saved = rename_checkpoint(index, read_saved_run(index), damaged, {name: mapped.get(name, name) for name in names})
-    planner = _Planner(saved, subjects, options)
+    planner = _Planner(saved, subjects, options, progress)
     planner.plan_model()
     planner.plan_optimizers()
     return planner.finish(mapped, unused_prefixes(options.key_map, names), damaged)
@@ -74,6 +76,7 @@ class _Planner:
     saved: RenamedCheckpoint
     given: Subjects
     options: LoadOptions
+    progress: ProgressLine
     targets: list[Target] = field(default_factory=list)
     expected: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
@@ -271,7 +274,8 @@ class _Planner:
         self._check_kept_masters([one for one in self.targets if one.source not in self.index])
         missing, problems = self._judge(reads.problems)
         if self.options.verify_first and not problems:
-            verify_first(reads)
+            with self.progress:
+                verify_first(reads, counter_of(self.progress, reads))
         left_out = {self.saved.original_key(key) for key in {*self.left_out, *reads.problems.unexpected}}
         if not problems:
             problems = self._check_values(targets, reads)
@@ -347,7 +351,7 @@ class _Planner:
     def _check_copies(self, loading: StateLoad) -> list[str]:
         """Say what an optimizer has against the values that it would get."""
         copies = [self._state_target(key, weight) for key, weight in loading.copies.items()]
-        read_targets(self.index, copies, self._verify(copies))
+        read_targets(self.index, copies, self._verify(copies), self.progress)
         try:
             loading.check()
         except MismatchError as error:

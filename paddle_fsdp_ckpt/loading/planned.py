@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from ..errors import listing
 from ..host_memory import destinations
 from ..meeting import digest_of
 from ..pieces import Piece
+from ..progress import ProgressLine
 from ..saved_run import SavedRun
 from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
@@ -100,14 +101,22 @@ class LoadPlan:
         """Return a digest that two ranks have alike only where they see the same checkpoint, with the same damage."""
         return digest_of(repr((self.index.digest(), sorted(self.damaged))))
 
-    def read(self) -> None:
+    def read(self, progress: ProgressLine) -> None:
         """Read everything into its place."""
-        read_targets(self.index, self.targets, self.reads, check_digests=self.options.check_digests)
+        with progress:
+            read_targets(self.index, self.targets, self.reads, progress, check_digests=self.options.check_digests)
         for one in self.state_loads:
             one.finish()
 
 
-def read_targets(index: CheckpointIndex, targets: Sequence[Target], reads: ReadPlan, *, check_digests: bool = True) -> None:
+def counter_of(progress: ProgressLine, reads: ReadPlan) -> Callable[[int], None] | None:
+    """Return what shows how much of a plan is read when it is told of each few bytes; None where nobody looks."""
+    return progress.counter(sum(one.nbytes for some in reads.reads.values() for one in some)) if progress.is_shown else None
+
+
+def read_targets(
+    index: CheckpointIndex, targets: Sequence[Target], reads: ReadPlan, progress: ProgressLine, *, check_digests: bool = True
+) -> None:
     """Read the values of the targets into them, those of other dtypes through a buffer of bounded size."""
     pieces = [one.piece for one in targets]
     cast: list[int] = []
@@ -116,8 +125,9 @@ def read_targets(index: CheckpointIndex, targets: Sequence[Target], reads: ReadP
         (direct if piece.dtype == index.dtypes[piece.key] else cast).append(number)
     with destinations([one.tensor for one in targets]) as views:
         if not cast:
-            execute_read(reads, views, check_digests=check_digests)
+            execute_read(reads, views, check_digests=check_digests, on_read=counter_of(progress, reads))
             return
         plan = plan_read(index, [pieces[number] for number in direct], ())
-        execute_read(plan, [views[number] for number in direct], check_digests=check_digests)
+        wanted = [views[number] for number in direct]
+        execute_read(plan, wanted, check_digests=check_digests, on_read=counter_of(progress, plan))
         read_cast(index, [pieces[number] for number in cast], [views[number] for number in cast], check_digests=check_digests)

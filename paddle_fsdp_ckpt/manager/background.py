@@ -7,12 +7,11 @@ import concurrent.futures.thread  # noqa: F401 - what it registers for the end o
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from ..errors import CheckpointError
-from ..pieces import Piece
+from ..host_memory import HostMemory, is_on_device
+from ..saving import Contents, PreparedSave
 from ..storage.format import DTYPE_NBYTES
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
@@ -23,33 +22,35 @@ class HostBuffer:
     """Host memory for the copies of one rank's bytes, kept from save to save, so that only a larger save allocates anew."""
 
     def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        self._memory = HostMemory(0)
 
     @property
     def nbytes(self) -> int:
         """How much memory is held."""
         return self._memory.nbytes
 
-    def copy(self, pieces: Sequence[Piece], contents: Iterable[tuple[Piece, memoryview]]) -> list[tuple[Piece, memoryview]]:
-        """Copy what one rank's file is to hold, one piece at a time; the next call overwrites the copies.
-
-        Args:
-            pieces: all of them.
-            contents: the same with their bytes, which are asked for one after another.
-        """
-        sizes = [-(-piece.numel * DTYPE_NBYTES[piece.dtype] // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
-        if sum(sizes) > self._memory.nbytes:
+    def copy(self, prepared: PreparedSave) -> Contents:
+        """Copy what one rank's file is to hold, one piece at a time, and return it; the next call overwrites the copies."""
+        values = list(prepared.values())
+        sizes = [piece.numel * DTYPE_NBYTES[piece.dtype] for piece, _ in values]
+        needed = sum(map(_aligned, sizes))
+        is_pinned = any(not isinstance(value, memoryview) and is_on_device(value) for _, value in values)
+        if needed > self._memory.nbytes or is_pinned > self._memory.is_pinned:
             # First without the old one: both together would be twice the memory.
-            self._memory = np.empty(0, np.uint8)
-            self._memory = np.empty(sum(sizes), np.uint8)
-        memory = self._memory.data
-        copies = []
+            self._memory = HostMemory(0)
+            self._memory = HostMemory(needed, is_pinned=is_pinned)
+        copies: Contents = []
         start = 0
-        for (piece, data), size in zip(contents, sizes, strict=True):
-            copies.append((piece, memory[start : start + len(data)]))
-            copies[-1][1][:] = data
-            start += size
+        for (piece, value), size in zip(values, sizes, strict=True):
+            self._memory.take(value, start)
+            copies.append((piece, self._memory.view[start : start + size]))
+            start += _aligned(size)
+        self._memory.wait()
         return copies
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Worker:

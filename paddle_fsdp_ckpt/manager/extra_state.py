@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..storage.format import DTYPE_NBYTES, JsonValue, parse_json
 
 _LENGTH_NBYTES = 8
 _NUMPY_KINDS = "biufc"
+_NUMPY_DTYPE = re.compile(f"[<|][{_NUMPY_KINDS}][0-9]{{1,2}}", re.ASCII)
 _ARRAY, _DICT = "@array", "@dict"
 
 
@@ -105,16 +107,18 @@ def _decode(value: JsonValue, data: memoryview) -> Any:
 
 
 def _decode_array(kind: str, dtype: str, shape: list[int], start: int, data: memoryview) -> Any:
+    if not all(type(number) is int and number >= 0 for number in [*shape, start]):
+        raise ValueError("an array of it has a shape or a place of something else than whole numbers")
     if kind == "paddle":
         stop = start + math.prod(shape) * DTYPE_NBYTES.get(dtype, 0)
-        if dtype not in DTYPE_NBYTES or not 0 <= start <= stop <= len(data):
+        if dtype not in DTYPE_NBYTES or stop > len(data):
             raise ValueError("a tensor of it has no such values")
         tensor = paddle.empty(shape, dtype=dtype).cpu()
         bytes_of(tensor)[:] = data[start:stop]
         # The current device, where that is no CPU.
         return tensor if paddle.device.get_device() == "cpu" else paddle.to_tensor(tensor)
-    described = np.dtype(dtype)
-    if described.kind not in _NUMPY_KINDS or kind not in ("numpy", "number") or start < 0:
+    if not _NUMPY_DTYPE.fullmatch(dtype) or kind not in ("numpy", "number"):
         raise ValueError(f"it names an array of kind {kind!r:.20} and type {dtype!r:.20}")
+    described = np.dtype(dtype)
     array = np.frombuffer(data, described, math.prod(shape), start).reshape(shape).astype(described.newbyteorder("="))
     return array if kind == "numpy" else array[()]

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from ..errors import CheckpointError, TargetExistsError
+from ..errors import CheckpointError, TargetExistsError, listing
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import optimizer_list
 from ..saving import Contents, Kept, PreparedSave, prepare_save
@@ -20,12 +19,13 @@ from ..shardings import ranks_of
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
+from ..subjects import Models
 from .arguments import check_same_restore, check_same_save, positive_number, retention_of, whole_number
 from .background import HostBuffer, Worker
 from .history import CheckpointEvent, tell
 from .mailboxes import Mailboxes
 from .restoring import RestoreReport, Restoring
-from .retention import Retention, need_metrics
+from .retention import Retention, missing_metrics, need_metrics
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, heal_root, names_of, read_root, step_name
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
@@ -163,7 +163,7 @@ class CheckpointManager:
         self,
         step: int,
         *,
-        model: nn.Layer,
+        model: Models,
         optimizer: Any = None,
         lr_scheduler: Any = None,
         grad_scaler: Any = None,
@@ -179,10 +179,10 @@ class CheckpointManager:
 
         Args:
             step: how many steps were taken; later than all steps that the root holds.
-            model: as for ``save``.
+            model: as for ``save``: one, or a dict of several.
             optimizer: the same; its scheduler is saved with it.
-            lr_scheduler: a scheduler of ``paddle.optimizer.lr``, or a list of such, that belongs to no optimizer, or may not.
-            grad_scaler: a ``paddle.amp.GradScaler``.
+            lr_scheduler: a scheduler of ``paddle.optimizer.lr``, or a list or dict of such, that belongs to no optimizer, or may not.
+            grad_scaler: a ``paddle.amp.GradScaler``, or a list or dict of such.
             extra_state: None, bool, int, float, str, numpy arrays, Paddle tensors, lists and dicts of these; the same on all ranks.
             rank_state: such a value of this rank's own.
             sharded: this rank's parts of tensors of the user's own by name, e.g. of an average of the weights, as ``sharded_state_dict``
@@ -209,6 +209,7 @@ class CheckpointManager:
             self._check_group(model, optimizer)
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
             numbers = check_metrics(metrics)
+            self._check_metrics(numbers)
             own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._rendezvous.rank)
             checked_metrics.update(numbers)
             kept.append(own)
@@ -235,14 +236,14 @@ class CheckpointManager:
             return
         if self._background is None:
             self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
-        contents = self._buffer.copy(prepared.pieces(), prepared.contents())
+        contents = self._buffer.copy(prepared)
         job = self._job(step, prepared, checked_metrics, contents, self._background, started, time.monotonic() - started)
         self._worker.start(lambda: self._done.append((step, job.run())))
 
     def restore(
         self,
         *,
-        model: nn.Layer | None = None,
+        model: Models | None = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
         grad_scaler: Any = None,
@@ -261,8 +262,8 @@ class CheckpointManager:
         Args:
             model: as for ``load``.
             optimizer: the same.
-            lr_scheduler: as it was given to :meth:`save`, as are the following.
-            grad_scaler: the scaler.
+            lr_scheduler: as it was given to :meth:`save`, as are the following; of a dict some are enough.
+            grad_scaler: the same of scalers.
             sharded: the tensors to read into.
             step: another step than the newest.
             fall_back: where the newest one is damaged, take the one before it, and so on. Those that are damaged are removed once
@@ -303,6 +304,8 @@ class CheckpointManager:
             seconds = time.monotonic() - started
             event = CheckpointEvent("restore", report.step, seconds, seconds, steps=self.all_steps(), skipped=report.skipped)
             tell(event, self._where, self._on_event)
+            for difference in [*report.load.differences, *report.differences]:
+                _LOG.warning("restored step %d: %s", report.step, difference)
         return report.step
 
     def wait(self) -> None:
@@ -403,6 +406,14 @@ class CheckpointManager:
             raise TargetExistsError(
                 f"step {step} is not later than {step_name(latest)}, which '{self._where}' holds; nothing was saved. Steps are saved in "
                 "ascending order; a run that goes back says restore(step=..., discard_later=True)"
+            )
+
+    def _check_metrics(self, metrics: dict[str, float]) -> None:
+        missing = missing_metrics(self._policies, metrics)
+        if missing:
+            raise CheckpointError(
+                f"KeepBest compares steps by {listing(missing)}, and this save has no such metric; nothing was saved. Give "
+                f"metrics={{{missing[0]!r}: ...}}, float('nan') where it wasn't measured at this step"
             )
 
     def _check_group(self, model: Any, optimizer: Any) -> None:

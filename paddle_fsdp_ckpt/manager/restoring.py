@@ -21,6 +21,7 @@ from ..meeting import check_same
 from ..optim import optimizer_list
 from ..storage.agreement import Rendezvous, exchange
 from ..storage.format import JsonValue
+from ..storage.read_lock import reading
 from ..storage.reader import PARTIAL_STATE
 from .steps import Root, step_name
 from .trainer_state import SavedState, TrainerState, read_trainer_state
@@ -137,6 +138,12 @@ class Restoring:
         self, step: int, state: TrainerState, random_state: bool, model: Any, optimizer: Any, options: Mapping[str, Any]
     ) -> tuple[SavedState, LoadReport, list[str]]:
         path = self.where / step_name(step)
+        with reading(path):
+            return self._restore_from(path, step, state, random_state, model, optimizer, options)
+
+    def _restore_from(
+        self, path: Path, step: int, state: TrainerState, random_state: bool, model: Any, optimizer: Any, options: Mapping[str, Any]
+    ) -> tuple[SavedState, LoadReport, list[str]]:
         token = f"{self.token}/{step}"
         read: list[SavedState] = []
 

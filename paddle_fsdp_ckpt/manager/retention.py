@@ -118,6 +118,11 @@ class KeepBest:
         return [one.step for one in best[: self.count]]
 
 
+def missing_metrics(policies: Iterable[Retention], metrics: Collection[str]) -> list[str]:
+    """Return the names of the metrics by which policies compare steps and that are not among these."""
+    return sorted({policy.metric for policy in policies if isinstance(policy, KeepBest)} - {*metrics})
+
+
 def need_metrics(policies: Iterable[Retention]) -> bool:
     """Tell whether a policy may look at the steps' metrics; those that are not of this module may."""
     return any(not isinstance(policy, (KeepAll, KeepLast, KeepEvery, KeepNewestOfEach)) for policy in policies)

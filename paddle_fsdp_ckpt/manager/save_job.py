@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..saving import Contents, PreparedSave, commit_save
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.format import JsonValue
+from ..storage.read_lock import removing
 from .history import CheckpointEvent, tell
 from .retention import Retention, need_metrics, steps_to_remove
 from .steps import Root, SavedStep, clear_left_overs, hide_step, read_root, step_name
@@ -58,7 +59,7 @@ class SaveJob:
             CheckpointError: on all ranks, where any could not write; nothing was removed.
         """
         timeout = self.prepared.timeout_seconds
-        nbytes = commit_save(self.prepared, self.contents, self.rendezvous)
+        nbytes = commit_save(self.prepared, self.contents, self.rendezvous, is_watched=self.blocked_seconds is None)
         verdict = exchange(self.rendezvous, f"{self.prepared.token}/keep", lambda: None, lambda _: self._remove(), timeout)
         root = Root.from_json(verdict["root"])
         if self.rendezvous.rank == COORDINATOR:
@@ -78,17 +79,25 @@ class SaveJob:
         except (CheckpointError, OSError) as error:
             _LOG.warning("'%s' can't be read, and nothing was removed from it: %s", self.where, error)
             root = Root((*(one for one in self.known if one.step != self.step), SavedStep(self.step)))
-        removed = []
         foreign = self.foreign - {self.step}
         own = [one for one in root.steps if one.step not in foreign]
-        for step in sorted({*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection(root.numbers)}):
-            try:
-                hide_step(self.where, step)
-                removed.append(step)
-            except OSError as error:
-                _LOG.warning("%s could not be removed, and is tried again after the next save: %s", step_name(step), error)
+        unwanted = {*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection(root.numbers)}
+        removed = [step for step in sorted(unwanted) if self._hide(step)]
         left = Root(tuple(one for one in root.steps if one.step not in removed), root.skipped)
         return {"root": left.to_json(), "removed": removed}
+
+    def _hide(self, step: int) -> bool:
+        """Take a step out of the root, unless somebody reads it; tell whether it is gone."""
+        with removing(self.where / step_name(step)) as is_free:
+            if not is_free:
+                _LOG.info("%s is being read, and its removal is tried again after the next save", step_name(step))
+                return False
+            try:
+                hide_step(self.where, step)
+            except OSError as error:
+                _LOG.warning("%s could not be removed, and is tried again after the next save: %s", step_name(step), error)
+                return False
+        return True
 
     def _clear(self) -> None:
         try:

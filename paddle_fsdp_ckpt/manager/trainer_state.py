@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..storage.reader import execute_read, verify_first
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, rank_key, read_bytes, sharded_key, sharded_keys
 from .extra_state import decode_extra_state, encode_extra_state
 from .random_state import capture_random_state, random_state_for, restore_random_state
+from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class TrainerState:
     """What a trainer keeps beside a model and its optimizers.
 
     Attributes:
-        lr_schedulers: those that were given by themselves.
-        grad_scaler: the scaler, or None.
+        lr_schedulers: those that were given by themselves, by name; see :func:`.several.by_name`.
+        grad_scalers: the scalers, the same.
         sharded: key -> this rank's part of a tensor.
     """
 
-    lr_schedulers: Sequence[LRScheduler] = ()
-    grad_scaler: Any = None
+    lr_schedulers: Mapping[str, LRScheduler] = field(default_factory=dict)
+    grad_scalers: Mapping[str, Any] = field(default_factory=dict)
     sharded: Mapping[str, ShardedWeight] = field(default_factory=dict)
 
 
@@ -48,14 +49,14 @@ def check_trainer_state(lr_scheduler: Any, grad_scaler: Any, sharded: Any) -> Tr
     Raises:
         CheckpointError: something is not what it must be.
     """
-    schedulers = list(lr_scheduler) if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] * (lr_scheduler is not None)
-    for one in schedulers:
+    schedulers = by_name(lr_scheduler, "lr_scheduler")
+    for one in schedulers.values():
         if not isinstance(one, LRScheduler):
-            raise CheckpointError(f"lr_scheduler: {type(one).__name__} is not one of paddle.optimizer.lr, nor a list of such")
+            raise CheckpointError(f"lr_scheduler: {type(one).__name__} is not one of paddle.optimizer.lr, nor a list or dict of such")
     weights = {} if sharded is None else sharded
     if not isinstance(weights, Mapping) or not all(type(key) is str and isinstance(one, ShardedWeight) for key, one in weights.items()):
         raise CheckpointError("sharded: give a dict of ShardedWeight by str, as sharded_state_dict returns it")
-    return TrainerState(schedulers, grad_scaler, weights)
+    return TrainerState(schedulers, by_name(grad_scaler, "grad_scaler"), weights)
 
 
 def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, metrics: Mapping[str, float], rank: int) -> tuple[Kept, str]:
@@ -67,8 +68,8 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
     common = encode_extra_state(
         {
             "extra_state": extra_state,
-            "lr_schedulers": [describe_scheduler(one) for one in state.lr_schedulers],
-            "grad_scaler": None if state.grad_scaler is None else describe_grad_scaler(state.grad_scaler),
+            "lr_schedulers": write_named({name: describe_scheduler(one) for name, one in state.lr_schedulers.items()}),
+            "grad_scaler": write_scalers({name: describe_grad_scaler(one) for name, one in state.grad_scalers.items()}),
         },
         "extra_state",
     )
@@ -118,7 +119,8 @@ class SavedState:
         extra_state: as it was given to the save.
         rank_states: rank -> what it gave: of this rank, or of all where other ranks than now saved.
         random: this rank's states of random number generators; None where none were saved, empty where none are wanted.
-        common: what was saved of schedulers and the scaler.
+        lr_schedulers: what was saved of schedulers, by name.
+        grad_scalers: the same of scalers.
         reads: of the sharded tensors; None where none were given.
         sharded: their keys in the checkpoint; empty where none were given.
         not_asked_for: in words, what is in the checkpoint and was not given to be restored.
@@ -128,7 +130,8 @@ class SavedState:
     extra_state: Any
     rank_states: dict[int, Any]
     random: dict[str, JsonValue] | None
-    common: dict[str, Any]
+    lr_schedulers: dict[str, Any]
+    grad_scalers: dict[str, Any]
     reads: ReadPlan | None
     sharded: list[str]
     not_asked_for: list[str]
@@ -139,10 +142,8 @@ class SavedState:
 
     def apply(self, state: TrainerState) -> list[str]:
         """Give all but the sharded tensors back, and return, in words, what differs from what was saved."""
-        pairs = zip(state.lr_schedulers, self.common["lr_schedulers"], strict=True) if state.lr_schedulers else ()
-        differences = [restore_scheduler(one, saved) for one, saved in pairs]
-        if state.grad_scaler is not None:
-            differences.append(restore_grad_scaler(state.grad_scaler, self.common["grad_scaler"]))
+        differences = [restore_scheduler(one, self.lr_schedulers[name]) for name, one in state.lr_schedulers.items()]
+        differences += [restore_grad_scaler(one, self.grad_scalers[name]) for name, one in state.grad_scalers.items()]
         if self.random is None:
             differences.append("no random number states were saved")
         elif self.random:
@@ -171,7 +172,12 @@ def read_trainer_state(path: Path, state: TrainerState, rank: int, world_size: i
         own = {number: _read_own(path, manifest, number) for number in numbers}
     else:  # Saved by save() alone.
         common = {"extra_state": manifest.extra_state, "lr_schedulers": [], "grad_scaler": None}
-    missing, not_asked_for = _compare(state, common)
+    schedulers, scalers = read_named(common["lr_schedulers"]), read_scalers(common["grad_scaler"])
+    missing: list[str] = []
+    not_asked_for: list[str] = []
+    for what, given, saved in (("lr_scheduler", state.lr_schedulers, schedulers), ("grad_scaler", state.grad_scalers, scalers)):
+        missing += missing_names(what, given, saved)
+        not_asked_for += left_names(what, given, saved)
     if missing:
         raise MismatchError(f"'{path}' was saved without {' and '.join(missing)}; nothing was changed. Restore without, or save with")
     reads, sharded = _plan_sharded(path, state)
@@ -182,7 +188,8 @@ def read_trainer_state(path: Path, state: TrainerState, rank: int, world_size: i
         common["extra_state"],
         {number: one["rank_state"] for number, one in own.items()},
         _random_state(rank, world_size, manifest, own) if random_state else {},
-        common,
+        schedulers,
+        scalers,
         reads,
         sharded,
         not_asked_for,
@@ -221,18 +228,3 @@ def _decoded(path: Path, key: str, encoded: bytearray, fields: set[str]) -> dict
     if not isinstance(value, dict) or value.keys() != fields:
         raise CorruptCheckpointError(f"'{path}', '{key}' is not what a save writes; load another checkpoint")
     return value
-
-
-def _compare(state: TrainerState, common: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return, in words, what was given and is not saved, and the reverse."""
-    missing, not_asked_for = [], []
-    given, saved = len(state.lr_schedulers), len(common["lr_schedulers"])
-    if given and given != saved:
-        missing.append(f"these {given} lr_schedulers (it has {saved})")
-    elif saved and not given:
-        not_asked_for.append("lr_scheduler")
-    if state.grad_scaler is not None and common["grad_scaler"] is None:
-        missing.append("a grad_scaler")
-    elif state.grad_scaler is None and common["grad_scaler"] is not None:
-        not_asked_for.append("grad_scaler")
-    return missing, not_asked_for

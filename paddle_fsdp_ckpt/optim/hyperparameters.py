@@ -16,10 +16,9 @@ import numpy as np
 import paddle
 from paddle.regularizer import L1Decay, L2Decay
 
-from ..fsdp import ParameterShard
-from ..fsdp.paddle_runtime import paddle_runtime
+from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
 from .fused_tensors import real_decay
-from .parameters import SteppedParameter, WholeParameter, parameter_groups
+from .parameters import SteppedParameter, parameter_groups
 from .schedule import JsonValue
 
 _IN_OTHER_WORDS = {"weight_decay", "grad_clip", "regularization_method", "regularization_coeff"}
@@ -185,7 +184,7 @@ def _lr_ratio(optimizer: Any, one: SteppedParameter) -> JsonValue:
 
 def _is_held_itself(one: SteppedParameter) -> bool:
     """Tell whether the optimizer holds this very parameter; Paddle's runtime cuts others, of other names."""
-    return isinstance(one, (ParameterShard, WholeParameter))
+    return not isinstance(one, PaddleShard)
 
 
 def _regularizer(optimizer: Any, group: Mapping[str, Any], parameter: Any, cls: str) -> JsonValue:

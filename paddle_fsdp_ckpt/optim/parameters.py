@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,9 +53,11 @@ def whole_parameters(model: nn.Layer) -> dict[int, WholeParameter]:
 
 
 def optimizer_list(optimizer: Any) -> list[Any]:
-    """Return the optimizers that an ``optimizer`` argument stands for: None for none, one, or a list or tuple of them."""
+    """Return the optimizers that an ``optimizer`` argument stands for: None for none, one, or a list, tuple or dict of them."""
     if optimizer is None:
         return []
+    if isinstance(optimizer, Mapping):
+        return [one for _, one in sorted(optimizer.items(), key=lambda pair: str(pair[0]))]
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 

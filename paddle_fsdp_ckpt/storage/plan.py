@@ -140,28 +140,32 @@ def plan_read(
     return ReadPlan(index, targets, problems, reads, duplicates)
 
 
-def check_complete(index: CheckpointIndex) -> None:
-    """Raise where a checkpoint doesn't hold every element of each of its keys.
+def check_complete(index: CheckpointIndex) -> list[Duplicate]:
+    """Raise where a checkpoint doesn't hold every element of each of its keys; return what it holds twice.
 
     Raises:
         MismatchError: it lists the keys.
     """
     shapes = {key: index.global_shape(key) for key, stored in index.stored.items() if not _is_covered(stored)}
     whole = [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()]
-    uncovered = plan_read(index, whole, shapes).problems.uncovered if whole else ()
+    if not whole:
+        return []
+    plan = plan_read(index, whole, shapes)
+    uncovered = plan.problems.uncovered
     if uncovered:
         raise MismatchError(
             f"{len(uncovered)} keys are not whole, though all ranks wrote what they have of them: {listing(map(str, uncovered))}"
         )
+    return plan.duplicates
 
 
 def _is_covered(stored: Sequence[Stored]) -> bool:
-    """Tell whether pieces are flat ranges of the whole tensor, or all of it, that follow each other; nearly all are."""
+    """Tell whether pieces are flat ranges of the whole tensor, or all of it, that follow each other, none twice; nearly all are."""
     stop = 0
     for _, box, start, end, _ in sorted(stored, key=_start) if len(stored) > 1 else stored:
-        if start > stop or box.local_shape != box.global_shape:
+        if start != stop or box.local_shape != box.global_shape:
             return False
-        stop = max(stop, end)
+        stop = end
     return stop == stored[0][1].numel
 
 

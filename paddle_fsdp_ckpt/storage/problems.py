@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import MismatchError
+from ..errors import MismatchError, listing
 from .format import JsonValue
 
 _LISTED = 20
@@ -196,6 +196,13 @@ def near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[s
     if prefixes:
         entries = ", ".join(f"{here!r}: {saved!r}" for here, saved in dict(pair for pair, _ in prefixes).items())
         return [*lines, f"was the model wrapped or renamed since? Then load with key_map={{{entries}}}"]
+    in_front = _prefixes_of_all(sorted(missing)[:_SEARCHED], there)
+    if in_front:
+        text = (
+            f"all of these are in it with one prefix in front, or with each of several: {listing(in_front)}; was this one of several "
+            f"models? Then load with key_map={{'': {in_front[0]!r}}} and allow_unexpected=[patterns of the others]"
+        )
+        return [text]
     for key in sorted(missing)[:_LISTED]:
         close = get_close_matches(key, there[:_COMPARED], 1, 0.8)
         if close:
@@ -228,6 +235,13 @@ def _changed_prefixes(missing: Sequence[str], there: Sequence[str]) -> list[tupl
     likely = Counter({pair: count for pair, count in found.items() if count > 1 or longest[pair] or not all(pair)})
     pairs = {pair[0]: (pair, count) for pair, count in reversed(likely.most_common(3))}
     return list(reversed(pairs.values()))
+
+
+def _prefixes_of_all(missing: Sequence[str], there: Sequence[str]) -> list[str]:
+    """Return what stands in the checkpoint in front of each of the missing keys, where they are several."""
+    known = set(there)
+    prefixes = [key.removesuffix(missing[0]) for key in there if key.endswith(f".{missing[0]}")] if len(missing) > 1 else []
+    return [prefix for prefix in prefixes[:_LISTED] if all(prefix + key in known for key in missing)]
 
 
 def _endings(key: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -85,10 +85,11 @@ def differing_duplicates(index: CheckpointIndex, duplicates: Iterable[Duplicate]
                 yield duplicate
 
 
-def verify_first(plan: ReadPlan) -> None:
+def verify_first(plan: ReadPlan, on_read: Callable[[int], None] | None = None) -> None:
     """Read every chunk that :func:`execute_read` would, and compare its digest; nothing is changed.
 
     It costs one more read of what the plan reads. Where there are no digests, in directories of stock Paddle, it does nothing.
+    ``on_read`` is told of each few bytes that were read.
 
     Raises:
         CorruptCheckpointError: a chunk is damaged, or a file changed underneath.
@@ -104,11 +105,16 @@ def verify_first(plan: ReadPlan) -> None:
             for number in chunks_of(offset, offset + nbytes, record.header_nbytes):
                 keys.setdefault(number, plan.targets[target].key)
         chunks = [chunk(number, record.size, record.header_nbytes) for number in sorted(keys)]
-        _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], []) for one in chunks], UNCHANGED)
+        _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], []) for one in chunks], UNCHANGED, on_read=on_read)
 
 
 def execute_read(
-    plan: ReadPlan, destinations: Sequence[memoryview], consequence: str = PARTIAL_STATE, *, check_digests: bool = True
+    plan: ReadPlan,
+    destinations: Sequence[memoryview],
+    consequence: str = PARTIAL_STATE,
+    *,
+    check_digests: bool = True,
+    on_read: Callable[[int], None] | None = None,
 ) -> None:
     """Read the plan's bytes from its files straight into the destinations, without a copy.
 
@@ -118,6 +124,7 @@ def execute_read(
             dtype's size. Any object with the buffer protocol will do.
         consequence: what a failure while reading leaves behind, in words.
         check_digests: whether bytes are compared with their digests.
+        on_read: told of each few bytes that were read.
 
     Raises:
         ValueError: the destinations don't fit the targets. Nothing was changed.
@@ -129,7 +136,7 @@ def execute_read(
     keys = [target.key for target in plan.targets]
     for file, reads in sorted(plan.reads.items()):
         ranges = [_Range(offset, buffers[target][start : start + nbytes], keys[target]) for offset, target, start, nbytes in reads]
-        _read_file(plan.index, file, ranges, consequence, check_digests)
+        _read_file(plan.index, file, ranges, consequence, check_digests, on_read)
 
 
 def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> list[memoryview]:
@@ -163,14 +170,28 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
         yield batch
 
 
-def _read_file(index: CheckpointIndex, file: int, ranges: Iterable[_Range], consequence: str, check_digests: bool = True) -> None:
+def _read_file(
+    index: CheckpointIndex,
+    file: int,
+    ranges: Iterable[_Range],
+    consequence: str,
+    check_digests: bool = True,
+    on_read: Callable[[int], None] | None = None,
+) -> None:
     """Read ranges of one file into their buffers, in whole chunks, and compare the digests of those."""
     record = index.files[file]
     reads = (read for layer in _layers(ranges) for read in _by_chunk(layer, record.size, record.header_nbytes))
-    _read_chunks(index, file, reads, consequence, check_digests)
+    _read_chunks(index, file, reads, consequence, check_digests, on_read)
 
 
-def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead], consequence: str, check_digests: bool = True) -> None:
+def _read_chunks(
+    index: CheckpointIndex,
+    file: int,
+    reads: Iterable[_ChunkRead],
+    consequence: str,
+    check_digests: bool = True,
+    on_read: Callable[[int], None] | None = None,
+) -> None:
     """Read chunks of one file, a few at a time: while one is digested, the system copies the next."""
     descriptor = open_rank_file(index.path, index.files[file])
     free: SimpleQueue[memoryview] = SimpleQueue()
@@ -196,6 +217,8 @@ def _read_chunks(index: CheckpointIndex, file: int, reads: Iterable[_ChunkRead],
                     done = map(read_one, batch)
                 for _ in done:
                     pass
+                if on_read is not None:
+                    on_read(sum(one.chunk.stop - one.chunk.start for one in batch))
     finally:
         os.close(descriptor)
 

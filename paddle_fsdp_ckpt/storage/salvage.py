@@ -11,6 +11,7 @@ from ..pieces import Piece
 from .format import JsonValue
 from .index import CheckpointIndex, Stored
 from .plan import plan_read
+from .read_lock import while_reading
 from .reader import differing_duplicates
 from .survey import FileSurvey, Progress, Survey, survey
 
@@ -59,6 +60,7 @@ class SalvageReport:
         return "\n".join(lines)
 
 
+@while_reading("path")
 def salvage(path: str | os.PathLike[str], *, workers: int | None = None, progress: Progress | None = None) -> SalvageReport:
     """Read all bytes of a checkpoint directory, and say which keys are still whole. Nothing is changed.
 

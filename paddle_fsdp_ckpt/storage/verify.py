@@ -12,6 +12,7 @@ from ..pieces import Piece
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
 from .index import CheckpointIndex
 from .plan import Duplicate, ReadPlan, plan_read
+from .read_lock import while_reading
 from .reader import differing_duplicates
 from .stock import is_stock, read_stock_index
 from .survey import FileSurvey, Progress, Survey, damaged_ranges, survey
@@ -79,6 +80,7 @@ class VerifyReport:
         return "\n".join(lines)
 
 
+@while_reading("path")
 def verify(path: str | os.PathLike[str], *, workers: int | None = None, progress: Progress | None = None) -> VerifyReport:
     """Check a checkpoint directory, offline: every byte against its digest, every size, that each key is whole and its copies are equal.
 

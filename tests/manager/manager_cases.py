@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import random
 import runpy
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +20,18 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import stand_in_visualdl
 from harness import hybrid_groups, this_rank
 from paddle import nn
 from paddle.amp import grad_scaler
+from paddle.base import core
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
+from paddle_fsdp_ckpt.host_memory import bytes_of, copy_bytes
+from paddle_fsdp_ckpt.storage.read_lock import reading, removing
 
 GLOBAL_BATCH = 12
 
@@ -208,6 +215,27 @@ def restore_everything(root: str) -> tuple[Any, ...]:
     return schedule.last_epoch, float(scaler._scale.item()), extra, described, report.rank_states, pieces, report.differences
 
 
+def save_conflicts(root: str) -> list[str]:
+    """What is said of tensors of the user's own that ranks give under one key: whole ones, and parts that overlap."""
+    model, optimizer = build()
+    rank = this_rank().rank
+    value = paddle.full([4], float(rank))
+    parts = {
+        "whole": ShardedWeight("x", value, (4,), (4,), (0,)),
+        "overlap": ShardedWeight("x", value, (4,), (6,), (2 * rank,)),
+    }
+    alike = ShardedWeight("x", paddle.arange(2 * rank, 2 * rank + 4).astype("float32"), (4,), (6,), (2 * rank,))
+    said = []
+    with CheckpointManager(root) as checkpoints:
+        for step, weight in enumerate([*parts.values(), alike], start=1):
+            try:
+                checkpoints.save(step, model=model, optimizer=optimizer, sharded={"expert": weight})
+                said.append("saved")
+            except ckpt.CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(paddle.rand([1]).item())
 
@@ -266,6 +294,83 @@ def save_often(root: str, when_busy: str, count: int) -> tuple[list[int], int, i
         steps = checkpoints.all_steps()
     assert len(sizes) == 1
     return steps, refused, sizes.pop()
+
+
+def copy_again(root: str) -> tuple[int, int, int, bool]:
+    """By how much memory grew at most during a second save in the background: as the system has it, as Paddle and as Python have it.
+
+    And whether the copy's bytes are right where Paddle copies them, as it does for tensors on a device.
+    """
+    model = nn.Linear(2048, 1024)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.init_optimizer_state(optimizer)
+    with CheckpointManager(root, async_save=True, max_to_keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, model=model, optimizer=optimizer)
+            checkpoints.wait()
+        Path("/proc/self/clear_refs").write_text("5")
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        before, allocated = _status("VmHWM"), core.host_memory_stat_current_value("Allocated", 0)
+        tracemalloc.start()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        checkpoints.wait()
+        traced = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        grown = _status("VmHWM") - before, core.host_memory_stat_peak_value("Allocated", 0) - allocated, traced
+    block = paddle.zeros([64], dtype="uint8")
+    right = bytearray(64)
+    for start, tensor in enumerate([paddle.arange(6).astype("bfloat16").reshape([2, 3]), paddle.to_tensor([True]), paddle.zeros([0])]):
+        copy_bytes(tensor, block, 16 * start)
+        right[16 * start : 16 * start + len(bytes_of(tensor))] = bytes_of(tensor)
+    return *grown, block.numpy().tobytes() == bytes(right)
+
+
+def _status(field: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[field].split()[0]) << 10
+
+
+def keep_best(root: str) -> tuple[str, list[int]]:
+    """Save without the metric that decides, then with it, then where it wasn't measured."""
+    model, optimizer = build()
+    with CheckpointManager(root, keep=[ckpt.KeepBest("loss")]) as checkpoints:
+        try:
+            checkpoints.save(1, model=model, optimizer=optimizer, metrics={"accuracy": 0.5})
+        except ckpt.CheckpointError as error:
+            text = str(error)
+        for step, loss in enumerate([0.5, 0.25, float("nan"), float("nan")], start=2):
+            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": loss})
+        return text, checkpoints.all_steps()
+
+
+def resume_otherwise(root: str) -> list[str]:
+    """Resume with other schedules, and return what is logged."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                heard.append(record.getMessage())
+
+    logger, listener = logging.getLogger("paddle_fsdp_ckpt"), Listener()
+
+    def scheduled(step_size: int, rate: float) -> tuple[Model, Any, Any]:
+        model = Model()
+        optimizer = paddle.optimizer.AdamW(paddle.optimizer.lr.StepDecay(0.1, step_size), parameters=model.parameters())
+        ckpt.fully_shard(model, optimizer=optimizer)
+        return model, optimizer, paddle.optimizer.lr.ExponentialDecay(rate, 0.9)
+
+    logger.addHandler(listener)
+    try:
+        for step_size, rate in ((3, 0.5), (4, 0.25)):
+            model, optimizer, schedule = scheduled(step_size, rate)
+            with CheckpointManager(root) as checkpoints:
+                if not checkpoints.restore(model=model, optimizer=optimizer, lr_scheduler=schedule):
+                    checkpoints.save(1, model=model, optimizer=optimizer, lr_scheduler=schedule)
+    finally:
+        logger.removeHandler(listener)
+    return heard
 
 
 def fail_in_background(root: str) -> tuple[str, list[int]]:
@@ -346,6 +451,19 @@ def events_of(root: str) -> list[str]:
             checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
         checkpoints.restore(model=model, optimizer=optimizer)
     return seen
+
+
+def run_example(script: str, root: str, log: str) -> None:
+    """Run the example twice, the second time from where the first ended."""
+    kept = sys.argv
+    sys.modules["visualdl"] = stand_in_visualdl
+    try:
+        for steps in ("20", "30"):
+            sys.argv = [script, "--root", root, "--log", log, "--steps", steps]
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = kept
+        sys.modules.pop("visualdl")
 
 
 def fail_to_remove(root: str) -> tuple[list[int], list[int]]:
@@ -548,3 +666,25 @@ def full_disk_in_background(root: str, failing: int) -> tuple[str, list[int], li
         checkpoints.save(3, model=model, optimizer=optimizer)
         checkpoints.wait()
         return text, steps, checkpoints.all_steps()
+
+
+def remove_while_read(root: str) -> tuple[list[bool], list[int], list[int]]:
+    """Save with one step kept, while the first is being loaded; then again."""
+    model, optimizer = build()
+    free: list[bool] = []
+
+    def look(name: str) -> str:
+        with removing(Path(root) / "step_00000001") as is_free:
+            free.append(is_free)
+        return name
+
+    with CheckpointManager(root, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        ckpt.load(Path(root) / "step_00000001", model=model, optimizer=optimizer, key_map=look)
+        with reading(Path(root) / "step_00000001"):
+            dist.barrier()
+            checkpoints.save(2, model=model, optimizer=optimizer)
+            kept = checkpoints.all_steps()
+        dist.barrier()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        return free, kept, checkpoints.all_steps()

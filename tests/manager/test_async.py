@@ -22,6 +22,13 @@ def test_the_bytes_are_those_at_the_call(world_size: int, tmp_path: Path, ranks:
     assert equal == [True] * world_size
 
 
+def test_nothing_is_allocated_after_the_first_save(tmp_path: Path, ranks: Ranks) -> None:
+    own_nbytes = 3 * 4 * 2048 * 1024 // 2
+    for *grown, is_right in ranks(2).run(cases.copy_again, str(tmp_path / "root")):
+        assert all(nbytes < own_nbytes / 6 for nbytes in grown), grown
+        assert is_right
+
+
 @pytest.mark.parametrize("when_busy", ["wait", "refuse"])
 def test_one_save_at_a_time(when_busy: str, tmp_path: Path, ranks: Ranks) -> None:
     results = ranks(2).run(cases.save_often, str(tmp_path / "root"), when_busy, 8)

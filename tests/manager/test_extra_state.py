@@ -110,7 +110,11 @@ def test_damage_is_found_or_harmless(tree: Any, data: st.DataObject) -> None:
     [
         '{"@array": ["numpy", "|O", [1], 0]}',
         '{"@array": ["numpy", "<f8", [1000000000000], 0]}',
+        '{"@array": ["numpy", ",f4", [1], 0]}',
+        '{"@array": ["numpy", "<f8,<f8", [1], 0]}',
+        '{"@array": ["numpy", "<f8", [true], 0]}',
         '{"@array": ["paddle", "float32", [1], -4]}',
+        '{"@array": ["paddle", "float32", [-1, -1], 0]}',
         '{"@array": ["paddle", "no such", [1], 0]}',
         '{"@array": ["paddle", "float32", [1000000000000], 0]}',
         '{"@array": ["pickle", "<f8", [1], 0]}',

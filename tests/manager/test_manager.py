@@ -199,8 +199,28 @@ def test_the_best_and_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
     assert steps == sorted({worst, 8})
 
 
+def test_the_best_can_not_be_kept_without_its_metric(tmp_path: Path, ranks: Ranks) -> None:
+    for text, steps in on(ranks(2), cases.keep_best, str(tmp_path / "root")):
+        assert text.startswith("KeepBest compares steps by loss, and this save has no such metric; nothing was saved")
+        assert steps == [3, 5]
+
+
+def test_settings_that_changed_on_resume_are_warned_of(tmp_path: Path, ranks: Ranks) -> None:
+    first, *others = on(ranks(2), cases.resume_otherwise, str(tmp_path / "root"))
+    assert others == [[]]
+    assert len(first) == 2
+    assert "step_size was saved as 3 and is 4 now" in first[0]
+    assert "base_lr was saved as 0.5 and is 0.25 now" in first[1]
+
+
 def test_a_failed_removal_stops_nobody_and_is_tried_again(tmp_path: Path, ranks: Ranks) -> None:
     assert on(ranks(2), cases.fail_to_remove, str(tmp_path / "root")) == [([1, 2], [3])] * 2
+
+
+def test_a_step_that_is_being_read_stays_until_after_the_next_save(tmp_path: Path, ranks: Ranks) -> None:
+    for free, kept, later in on(ranks(2), cases.remove_while_read, str(tmp_path / "root")):
+        assert free and not any(free)
+        assert (kept, later) == ([1, 2], [3])
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -224,6 +244,24 @@ def test_everything_is_restored(async_save: bool, tmp_path: Path, ranks: Ranks) 
             np.testing.assert_array_equal(flat, right)
 
 
+def test_a_step_of_the_first_manager_is_restored(tmp_path: Path, ranks: Ranks) -> None:
+    """``v1_root`` is what ``save_everything`` of the cases saved on 2 ranks before anything could be given by name. It never changes."""
+    root = shutil.copytree(Path(__file__).parent / "v1_root", tmp_path / "root")
+    for rank, (epoch, scale, extra, tensor, rank_states, _, differences) in enumerate(on(ranks(2), cases.restore_everything, str(root))):
+        assert (epoch, scale, differences) == (3, 8.0, [])
+        assert (extra["epoch"], extra["order"].tolist(), tensor) == (3, [0, 1, 2, 3, 4], ("paddle.bfloat16", [1.0, 2.0]))
+        assert rank_states[rank]["sample"] == 100 * rank
+
+
+def test_ranks_that_give_one_key_different_values_are_heard_of_at_the_save(tmp_path: Path, ranks: Ranks) -> None:
+    for whole, overlap, alike in on(ranks(2), cases.save_conflicts, str(tmp_path / "root")):
+        assert whole.startswith("sharded: ranks gave different values, or some none, under keys of which each has all: @paddle_fsdp_ckpt/")
+        text = "different values for the same elements of 1 keys: '@paddle_fsdp_ckpt/sharded/expert' in 0_0.safetensors and 1_0.safetensors"
+        assert text in overlap
+        assert alike == "saved"
+    assert [path.name for path in sorted((tmp_path / "root").iterdir())] == ["history.jsonl", "step_00000003"]
+
+
 def test_random_numbers_go_on(tmp_path: Path, ranks: Ranks) -> None:
     for alike in (False, True):
         root = str(tmp_path / f"root {alike}")
@@ -235,6 +273,16 @@ def test_random_numbers_go_on(tmp_path: Path, ranks: Ranks) -> None:
         for numbers in zip(*three, strict=True):
             assert len(set(numbers)) == (1 if alike else 3)
         assert on(ranks(1), cases.restore_and_draw, root) == drawn[:1]
+
+
+def test_the_visualdl_example(tmp_path: Path, ranks: Ranks) -> None:
+    script = Path(cases.ckpt.__file__).parents[1] / "examples" / "visualdl_checkpoints.py"
+    ranks(2).run(cases.run_example, str(script), str(tmp_path / "root"), str(tmp_path / "board"))
+    scalars = [json.loads(line) for line in (tmp_path / "board" / "scalars.jsonl").read_text().splitlines()]
+    assert [step for tag, step, _ in scalars if tag == "checkpoints/save/seconds"] == [10, 20, 30]
+    assert [step for tag, step, _ in scalars if tag == "checkpoints/restore/seconds"] == [20]
+    losses = [value for tag, _, value in scalars if tag == "checkpoints/loss"]
+    assert losses[0] > losses[-1] > 0
 
 
 def test_history_and_hook(tmp_path: Path, ranks: Ranks) -> None:

@@ -1,0 +1,94 @@
+"""A checkpoint that is being read is not removed: readers hold a lock of the system on its manifest, and who removes asks for it.
+
+The lock is a shared ``flock``. It ends with its process, however that ends, needs no permission to write, and leaves nothing behind.
+Processes on other machines see it where the file system shares such locks, as NFS 4 does, and Lustre mounted with ``flock``. Where it
+has no locks, all is read and removed without.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from .format import MANIFEST_NAME
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep a checkpoint from being removed by a ``CheckpointManager``, in whatever process, while the block runs.
+
+    Where that can't be, the block runs all the same: whoever reads a checkpoint that is gone hears so.
+    """
+    with _locked(Path(directory), fcntl.LOCK_SH, os.O_RDONLY):
+        yield
+
+
+def while_reading(*names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Let a function run as in a block of :func:`reading`, for those of its arguments that have these names."""
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            given = signature.bind(*args, **kwargs).arguments
+            with ExitStack() as stack:
+                for name in names:
+                    # What is no path the function itself refuses.
+                    if isinstance(path := given.get(name), (str, os.PathLike)):
+                        stack.enter_context(reading(path))
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@contextmanager
+def removing(directory: Path) -> Iterator[bool]:
+    """Tell the block whether nobody reads the checkpoint, so that it may be removed; nobody is told so twice at once."""
+    # Some network file systems give an exclusive lock only on what is open for writing.
+    with _locked(directory, fcntl.LOCK_EX, os.O_RDWR, os.O_RDONLY) as is_free:
+        yield is_free
+
+
+@contextmanager
+def _locked(directory: Path, kind: int, *accesses: int) -> Iterator[bool]:
+    """Hold a lock on the manifest, where there is one and locks work; yield False where one of another process stands against it."""
+    descriptor = _open(directory / MANIFEST_NAME, accesses)
+    if descriptor is None:
+        yield True
+        return
+    try:
+        yield _try_to_lock(descriptor, kind)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path, accesses: tuple[int, ...]) -> int | None:
+    for access in accesses:
+        try:
+            # A named pipe would wait for ever without O_NONBLOCK.
+            return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (OSError, ValueError):  # a path may have a null character
+            continue
+    return None
+
+
+def _try_to_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # no locks here
+    return True

@@ -1,0 +1,107 @@
+"""What reads a checkpoint keeps it from being removed, until its process ends; and reads all the same where there are no locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import cut, write_checkpoint
+
+from paddle_fsdp_ckpt.export.difference import compare
+from paddle_fsdp_ckpt.export.huggingface import export_huggingface
+from paddle_fsdp_ckpt.storage import read_lock
+from paddle_fsdp_ckpt.storage.read_lock import reading, removing
+from paddle_fsdp_ckpt.storage.salvage import salvage
+from paddle_fsdp_ckpt.storage.verify import verify
+
+READER = """
+import sys
+from paddle_fsdp_ckpt.storage.read_lock import reading
+with reading(sys.argv[1]):
+    print("reading", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "step", [[cut("w", np.arange(6, dtype=np.float32))]])
+
+
+def may_remove(path: Path) -> bool:
+    with removing(path) as is_free:
+        return is_free
+
+
+def test_readers_share_and_keep_off(checkpoint: Path) -> None:
+    with reading(checkpoint):
+        with reading(checkpoint):
+            assert not may_remove(checkpoint)
+        assert not may_remove(checkpoint)
+    assert may_remove(checkpoint)
+    with removing(checkpoint), reading(checkpoint):
+        assert not may_remove(checkpoint)
+
+
+def test_a_dead_reader_keeps_nothing(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", READER, str(checkpoint)]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(read_lock.__file__).parents[2])
+    assert reader.stdout is not None and reader.stdin is not None
+    assert reader.stdout.readline() == b"reading\n"
+    assert not may_remove(checkpoint)
+    os.kill(reader.pid, signal.SIGKILL)
+    reader.wait()
+    reader.stdin.close()
+    reader.stdout.close()
+    assert may_remove(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path, out, seen: verify(path, progress=seen),
+        lambda path, out, seen: salvage(path, progress=seen),
+        lambda path, out, seen: export_huggingface(path, out, recipe="none", progress=seen),
+    ],
+    ids=["verify", "salvage", "export"],
+)
+def test_readers_hold_it(checkpoint: Path, tmp_path: Path, read: Callable[..., Any]) -> None:
+    seen: list[bool] = []
+    read(checkpoint, tmp_path / "out", lambda done, total: seen.append(may_remove(checkpoint)))
+    assert seen and not any(seen)
+    assert may_remove(checkpoint)
+
+
+def test_nothing_is_needed_of_the_directory(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that may not be written, a directory without one, and a file system without locks."""
+    opened = os.open
+
+    def refuse_to_write(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "no", str(path))
+        return opened(path, flags, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse_to_write)
+        with reading(checkpoint):
+            assert verify(checkpoint).is_good
+            assert not may_remove(checkpoint)
+    with reading(tmp_path / "nothing"):
+        assert may_remove(tmp_path / "nothing")
+
+    def no_locks(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with reading(checkpoint):
+        assert may_remove(checkpoint)
+        assert compare(checkpoint, checkpoint).is_none
