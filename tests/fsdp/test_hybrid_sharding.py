@@ -61,8 +61,9 @@ def test_replicas_that_parted_are_not_saved(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_fleets_data_parallel_group_replicates_by_default(ranks: Ranks) -> None:
-    for other_group, only_replicas, tensor_parallel, pipeline in ranks(4).run(hybrid_cases.under_fleet):
+    for other_group, tensor_parallel, pipeline, segments, only_replicas in ranks(4).run(hybrid_cases.under_fleet):
         assert "neither its sharding group nor all ranks" in other_group
-        assert "dp_degree=4 and sharding_degree=1" in only_replicas
         assert "mp_degree=2" in tensor_parallel
         assert "pp_degree=2" in pipeline
+        assert "sep_degree=2" in segments
+        assert "dp_degree=2 and sharding_degree=1" in only_replicas
