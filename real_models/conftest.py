@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 
@@ -15,8 +16,8 @@ __all__ = ["rank_pools", "ranks", "single", "torch_process"]
 # The ranks' processes inherit it. Whatever tries to download fails at once.
 os.environ |= {"HF_HUB_OFFLINE": "1", "DOWNLOAD_SOURCE": "huggingface"}
 
-IMPORT_SECONDS = 300.0
-"""Importing takes long on a busy machine, longer than one rank may keep another waiting; so all ranks do that first."""
+PATIENCE_SECONDS = 300.0
+"""For a run. Importing alone takes long on a busy machine, longer than one rank may keep another waiting; so all ranks do that first."""
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,8 @@ def warm_pools(rank_pools: RankPools) -> Callable[[int, bool], RankPool]:
     def make(world_size: int, initialised: bool) -> RankPool:
         if (world_size, initialised) not in pools:
             pool = pools[world_size, initialised] = rank_pools.pool(world_size, initialised=initialised)
-            pool.run(import_paddleformers, timeout=IMPORT_SECONDS)
+            pool.run = functools.partial(pool.run, timeout=PATIENCE_SECONDS)
+            pool.run(import_paddleformers)
         return pools[world_size, initialised]
 
     return make
@@ -49,6 +51,6 @@ def single(warm_pools: Callable[[int, bool], RankPool]) -> RankPool:
 def torch_process() -> Iterator[RankPool]:
     """A process for PyTorch and transformers alone: where PaddleFormers is imported, it hides PyTorch from transformers."""
     pool = RankPool(1, initialised=False)
-    pool.run(import_torch, timeout=IMPORT_SECONDS)
+    pool.run(import_torch, timeout=PATIENCE_SECONDS)
     yield pool
     pool.close()

@@ -31,20 +31,22 @@ class Watcher(TrainerCallback):
 
 
 def train_plain(changes: dict[str, Any]) -> list[float]:
-    """Train in one process with the Trainer as it is, the text in its order."""
+    """Train in one process with the Trainer as it is, the text in its order; the last loss is of an evaluation."""
     watcher = Watcher(STEPS)
-    Trainer(**_arguments(changes, shuffle=False), callbacks=[watcher]).train()
-    return watcher.losses
+    trainer = Trainer(**_arguments(changes, shuffle=False), callbacks=[watcher])
+    trainer.train()
+    return [*watcher.losses, trainer.evaluate()["eval_loss"]]
 
 
 def train_sharded(changes: dict[str, Any], root: str, shuffle: bool, stop_after: int, resume: bool = False) -> Outcome:
-    """Train with a sharded model, and save all three steps."""
+    """Train with a sharded model, and save all three steps; the last loss is of an evaluation."""
     watcher = Watcher(stop_after)
     with CheckpointManager(root) as checkpoints:
         arguments = _arguments(changes, shuffle=shuffle, seed=12 if resume else 11)
         trainer = ShardedTrainer(**arguments, checkpoints=checkpoints, callbacks=[watcher])
         trainer.train(resume_from_checkpoint=True)
-    return Outcome(watcher.losses, Training(trainer.model, trainer.optimizer, trainer.lr_scheduler).held())
+        losses = [*watcher.losses, trainer.evaluate()["eval_loss"]]
+    return Outcome(losses, Training(trainer.model, trainer.optimizer, trainer.lr_scheduler).held())
 
 
 def make_with(settings: dict[str, Any]) -> None:
@@ -59,6 +61,7 @@ def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11, **sett
         output_dir=str(this_rank().scratch),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH_SIZE // this_rank().world_size,
+        per_device_eval_batch_size=BATCH_SIZE // this_rank().world_size,
         dataloader_shuffle=shuffle,
         learning_rate=1e-2,
         weight_decay=0.3,
@@ -72,7 +75,8 @@ def _arguments(changes: dict[str, Any], *, shuffle: bool, seed: int = 11, **sett
         report_to=[],
         **settings,
     )
-    return {"model": build("qwen3_moe", seed=seed, **changes), "args": arguments, "train_dataset": rows, "data_collator": _collate}
+    data = {"train_dataset": rows, "eval_dataset": rows[: 2 * BATCH_SIZE], "data_collator": _collate}
+    return {"model": build("qwen3_moe", seed=seed, **changes), "args": arguments, **data}
 
 
 def _collate(rows: list[np.ndarray]) -> dict[str, paddle.Tensor]:
