@@ -154,9 +154,8 @@ def _number(value: float) -> str:
 def _machine() -> str:
     model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
-    return (
-        f"{os.cpu_count()} cores of {model}, {memory / (1 << 20):.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}"
-    )
+    system = f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores of {model}, {memory / (1 << 20):.0f} GiB, {system}"
 
 
 def _lines(path: str) -> list[str]:
