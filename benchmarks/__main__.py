@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -35,17 +36,24 @@ def main() -> None:
     with_torch = not options.without_torch and importlib.util.find_spec("torch") is not None
     if not with_torch:
         print("PyTorch is not installed, or was left out: no comparison with FSDP2 and DCP")
+    command = " ".join(["python -m benchmarks", *options.cases, *_said(options, parser)])
+    options.output.mkdir(exist_ok=True)
+    failed = []
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="benchmarks-") as directory:
         bench = Bench(Path(directory), 1 if options.quick else options.repeats, options.patience, with_torch)
         for name in options.cases or known:
-            known[name](bench)
+            try:
+                known[name](bench)
+            except RuntimeError as error:
+                failed.append(name)
+                print(f"{name} did not come to its end: {error}")
             bench.clear()
-    minutes = (time.monotonic() - start) / 60
-    options.output.mkdir(exist_ok=True)
-    command = " ".join(["python -m benchmarks", *options.cases, *_said(options, parser)])
-    write(options.output, bench.results, _versions(with_torch), sizes, command, minutes)
+            # After each case, so that it is there if the next one is interrupted.
+            write(options.output, bench.results, _versions(with_torch), sizes, command, (time.monotonic() - start) / 60)
     print(f"{options.output / 'RESULTS.md'} is written")
+    if failed:
+        sys.exit(1)
 
 
 def _said(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
