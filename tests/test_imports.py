@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "manager": (*_CHECKPOINT, "saving", "loading"),
     "export": (*_OFFLINE, "optimizer_states"),
     "huggingface_loading": (*_CHECKPOINT, "export"),
-    "cli": (*_OFFLINE, "export", "optimizer_states"),
+    "cli": (*_OFFLINE, "export", "optimizer_states", "progress"),
     "integrations": (FACE,),
     "demo": (FACE,),
 }

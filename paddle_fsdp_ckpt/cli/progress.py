@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from ..progress import ProgressLine
+
 ShowProgress = Callable[[int, int], None]
 """Takes how many bytes are done, and how many there are."""
-
-_PAUSE_SECONDS = 0.1
 
 
 @contextmanager
@@ -23,11 +22,8 @@ def showing_progress(stream: TextIO) -> Iterator[ShowProgress]:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TimeRemainingColumn
     except ImportError:
-        line = _Line(stream)
-        try:
-            yield line.show
-        finally:
-            line.clear()
+        with ProgressLine(stream) as line:
+            yield line
         return
     columns = (BarColumn(), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
@@ -37,27 +33,3 @@ def showing_progress(stream: TextIO) -> Iterator[ShowProgress]:
 
 def _show_nothing(done: int, total: int) -> None:
     """Where nobody looks."""
-
-
-class _Line:
-    """One line that is written anew again and again."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next = 0.0
-
-    def show(self, done: int, total: int) -> None:
-        """Show it, unless that was done a moment ago."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _PAUSE_SECONDS
-            self._write(f"{100 * done // max(1, total)} % of {total / 2**20:.0f} MiB")
-
-    def clear(self) -> None:
-        """Leave nothing behind."""
-        if self._next:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(f"\r\x1b[K{text}")
-        self._stream.flush()
