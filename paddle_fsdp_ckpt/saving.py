@@ -26,7 +26,6 @@ from .pieces import Piece
 from .progress import long_progress, watching_file
 from .save_plan import KnownIndex, SaveMemory, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
-from .shardings import Sharding
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.digests import digest
@@ -250,7 +249,7 @@ def prepare_save(
             "whole": whole,
             "buffers": _buffer_checksums(subjects),
             "base": base,
-            "replica": _replica(subjects.sharding),
+            "replica": _replica(subjects),
         }
 
     def judge(ranks: list[JsonValue]) -> None:
@@ -346,23 +345,28 @@ def _check_same_saving(ranks: list[JsonValue]) -> None:
         )
 
 
-def _replica(sharding: Sharding) -> JsonValue:
-    """Return which shard this rank keeps, and a digest of its values, where other replicas keep it too."""
+def _replica(subjects: Subjects) -> JsonValue:
+    """Return which shard this rank keeps, and digests of its parameters and states, where other replicas keep it too."""
+    sharding = subjects.sharding
     if sharding.communicator.replica_count == 1:
         return None
-    return [sharding.communicator.rank, digest_of(" ".join(digest(bytes_of(shard.tensor)) for shard in sharding.flat_shards()))]
+    parameters = [shard.tensor for shard in sharding.flat_shards()]
+    states = [state.tensor for one in subjects.steppers for state in sharding.states(one.optimizer, one.parameters)]
+    of_values = [digest_of(" ".join(digest(bytes_of(tensor)) for tensor in tensors)) for tensors in (parameters, states)]
+    return [sharding.communicator.rank, *of_values]
 
 
 def _check_same_replicas(ranks: list[JsonValue]) -> None:
     """Raise where replicas have parted, as each writes a part of the checkpoint."""
-    first: dict[int, tuple[int, str]] = {}
+    first: dict[int, tuple[int, list[str]]] = {}
     for rank, replica in enumerate(ranks):
         if replica is not None:
-            shard, values = replica
+            shard, *values = replica
             other, right = first.setdefault(shard, (rank, values))
             if values != right:
+                what = "parameters" if values[0] != right[0] else "optimizer states"
                 raise RankFailedError(
-                    f"save: ranks {other} and {rank} are replicas, and their parameters differ; nothing was written. Was something "
+                    f"save: ranks {other} and {rank} are replicas, and their {what} differ; nothing was written. Was something "
                     "written to them, by set_value or inside local_parameters, that wasn't the same on all replicas?"
                 )
 

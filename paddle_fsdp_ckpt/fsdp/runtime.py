@@ -36,8 +36,8 @@ GradientReduction = Literal["mean", "sum"]
 class WeightsObserver(Protocol):
     """Somebody who keeps copies of weights, such as an optimizer's master weights."""
 
-    def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
-        """Take over the values that these parameters were just given."""
+    def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
+        """Take over the values that these parameters were just given; where that is only ``maybe`` so, what differs from the copies."""
 
 
 class Runtime:
@@ -402,10 +402,10 @@ class Runtime:
         if self._showing_local or self._optimizers_stepping:
             raise ShardingError("unshard: not inside `with local_parameters(...)`, nor within a step")
 
-    def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
-        """Tell those who keep copies of these parameters that they have new values."""
+    def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
+        """Tell those who keep copies of these parameters that they have new values, or that they may have."""
         for observer in self.observers:
-            observer.parameters_written(shards)
+            observer.parameters_written(shards, maybe=maybe)
 
     def memory_bytes(self) -> tuple[int, int]:
         """Return (bytes of this rank's shards, bytes of whole buffers), data and gradients together."""

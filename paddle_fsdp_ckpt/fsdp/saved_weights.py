@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -90,8 +91,33 @@ class SavedWeights:
             return
         if not self._others:
             _RESET()
-        _REGISTER(pack, unpack)
+        _REGISTER(lambda tensor: pack(self._apart(tensor)), partial(self._unpack_others, unpack))
         self._others = True
+
+    def _unpack_others(self, unpack: Callable[..., Any], saved: Any) -> Any:
+        """Recompute's runs a piece of a forward again, with hooks that keep what that saves: not the parameters themselves."""
+        found = core.eager.register_saved_tensors_hooks
+
+        def register(pack: Callable[..., Any], inner: Callable[..., Any]) -> None:
+            found(lambda tensor: pack(self._apart(tensor)), inner)
+
+        core.eager.register_saved_tensors_hooks = register
+        try:
+            return unpack(saved)
+        finally:
+            if core.eager.register_saved_tensors_hooks is register:
+                core.eager.register_saved_tensors_hooks = found
+
+    def _apart(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        """Return a gathered weight as a tensor of its own: what others keep of it must not lose its memory when the parameter is parked."""
+        if not tensor._is_initialized():
+            return tensor
+        address = tensor.data_ptr()
+        if not any(start <= address < stop for start, stop in self._gathered.values()):
+            return tensor
+        apart = tensor.detach()
+        apart.stop_gradient = tensor.stop_gradient
+        return apart
 
     def _reset_others(self) -> None:
         """Take up ours again once others are done."""

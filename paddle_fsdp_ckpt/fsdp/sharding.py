@@ -90,9 +90,11 @@ def local_parameters(model: nn.Layer) -> Iterator[None]:
     runtime = runtime_of(model)
     if runtime is None:
         raise ShardingError("local_parameters: the model is not sharded; call fully_shard first")
-    with runtime.showing_local(runtime.shards):
-        yield
-    runtime.parameters_written(runtime.shards)
+    try:
+        with runtime.showing_local(runtime.shards):
+            yield
+    finally:
+        runtime.parameters_written(runtime.shards, maybe=True)
 
 
 def _shard(model: nn.Layer, plan: ModelPlan, runtime: Runtime) -> Runtime:

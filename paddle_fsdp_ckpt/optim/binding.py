@@ -225,14 +225,22 @@ class _Binding:
             else:
                 self._optimizer.__dict__[name] = value
 
-    def parameters_written(self, shards: Sequence[ParameterShard]) -> None:
-        """Make the master weights of these parameters follow their new values."""
+    def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
+        """Make the master weights of these parameters follow their new values.
+
+        Args:
+            shards: the parameters.
+            maybe: whether they may have their old values. Elements that are their rounded master weight then keep that.
+        """
         masters = self._optimizer._master_weights
         for shard in shards:
             master = masters.get(shard.parameter.name)
             if master is not None:
                 with paddle.no_grad():
-                    paddle.assign(shard.local.astype(master.dtype), master)
+                    new = shard.local.astype(master.dtype)
+                    if maybe:
+                        new = paddle.where(master.astype(shard.local.dtype) == shard.local, master, new)
+                    paddle.assign(new, master)
 
     def _sharded_step(self) -> Any:
         self._check_before_step()

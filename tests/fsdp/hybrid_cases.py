@@ -116,14 +116,20 @@ def one_rank_differs(what: str) -> str:
 
 def replicas_that_parted(path: str) -> list[str]:
     model = Net(2)
-    sharded(model)
+    optimizer = sharded(model, lambda m: paddle.optimizer.AdamW(parameters=m.parameters()))
     model.norm.weight.set_value(paddle.full(model.norm.weight.shape, float(this_rank().rank // 2)))
     with pytest.raises(errors.RankFailedError) as caught:
         ckpt.save(path, model=model)
     assert not Path(path).exists()
     model.norm.weight.set_value(paddle.ones(model.norm.weight.shape))
     ckpt.save(path, model=model)
-    return [str(caught.value)]
+    ckpt.init_optimizer_state(optimizer)
+    if this_rank().rank // 2:
+        for moment in optimizer._accumulators["moment1"].values():
+            moment.fill_(1.0)
+    with pytest.raises(errors.RankFailedError) as caught_states:
+        ckpt.save(f"{path}_2", model=model, optimizer=optimizer)
+    return [str(caught.value), str(caught_states.value)]
 
 
 def under_fleet() -> list[str]:

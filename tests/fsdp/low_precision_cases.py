@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,6 +195,26 @@ def trains_like_one_process(dtype: str) -> list[float]:
             np.testing.assert_allclose(master.numpy(), masters[name].reshape(-1)[place], rtol=1e-5, atol=2e-6, err_msg=name)
             assert bits(master.astype(dtype)) == bits(one.local)
     return [one - wanted for one, wanted in zip(losses, right, strict=True)]
+
+
+def master_weights_follow_what_is_written() -> None:
+    """Inside ``local_parameters``: one parameter is written to before an exception, the others are only read."""
+    model, optimizer = decorated("bfloat16")
+    ckpt.fully_shard(model, optimizer=optimizer)
+    train(model, optimizer, 0, 2)
+    masters = optimizer._master_weights
+    before = {name: bits(master) for name, master in masters.items()}
+    with ckpt.local_parameters(model):
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert {name: bits(master) for name, master in masters.items()} == before
+    written = next(parameter.name for parameter in model.parameters() if parameter.name in masters)
+    with suppress(KeyError), paddle.no_grad(), ckpt.local_parameters(model):
+        for parameter in model.parameters():
+            if parameter.name == written:
+                parameter.fill_(0.5)
+        raise KeyError
+    assert bool((masters[written] == 0.5).all())
+    assert {name for name, master in masters.items() if bits(master) != before[name]} == {written}
 
 
 def _check_layout(runtime: Runtime, dtype: str) -> None:

@@ -56,8 +56,9 @@ def test_what_one_rank_does_otherwise_all_ranks_refuse(ranks: Ranks, what: str, 
 
 
 def test_replicas_that_parted_are_not_saved(ranks: Ranks, tmp_path: Path) -> None:
-    for (message,) in ranks(4).run(hybrid_cases.replicas_that_parted, str(tmp_path / "checkpoint")):
-        assert "ranks 0 and 2 are replicas, and their parameters differ" in message
+    for of_parameters, of_states in ranks(4).run(hybrid_cases.replicas_that_parted, str(tmp_path / "checkpoint")):
+        assert "ranks 0 and 2 are replicas, and their parameters differ" in of_parameters
+        assert "ranks 0 and 2 are replicas, and their optimizer states differ" in of_states
 
 
 def test_fleets_data_parallel_group_replicates_by_default(ranks: Ranks) -> None:

@@ -39,6 +39,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, tmp_path: Path) ->
             assert np.isfinite(losses).all()
 
 
+def test_master_weights_follow_what_is_written(ranks: Ranks) -> None:
+    ranks(2).run(cases.master_weights_follow_what_is_written)
+
+
 def test_what_is_refused(ranks: Ranks) -> None:
     for found in ranks(2).run(cases.refused_afterwards):
         words = "main_grad" if "MixPrecisionLayer" in found else ""

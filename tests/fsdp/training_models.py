@@ -199,6 +199,37 @@ class Recomputed(nn.Layer):
         return self.head(x)
 
 
+class WithSideOutputs(nn.Layer):
+    """Blocks under recompute that is not reentrant, which also return a loss of their own."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.LayerList([SideOutput() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        x, side = self.embed(tokens), paddle.zeros([])
+        for block in self.blocks:
+            x, own = recompute(block, x, use_reentrant=False)
+            side = side + own
+        return self.head(x), side
+
+
+class SideOutput(nn.Layer):
+    """A gated block that returns the mean square of its gate too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        x = x + F.tanh(self.up(x))
+        gate = self.gate(x)
+        return x * F.sigmoid(gate), gate.square().mean()
+
+
 class InnerRecompute(nn.Layer):
     """A block that recomputes two of its layers."""
 

@@ -33,6 +33,7 @@ from training_models import (
     Transformer,
     Unused,
     WeirdlyNamedThing,
+    WithSideOutputs,
 )
 from training_runs import VOCABULARY, Run, Scenario, language_loss
 
@@ -679,6 +680,23 @@ def _recompute_all(run: Run, inner: nn.Layer) -> None:
         start.stop_gradient = False
         logits = recompute(lambda start, tokens: inner(tokens) + start, start, tokens)
         loss = F.cross_entropy(logits.reshape([-1, VOCABULARY]), tokens.reshape([-1]))
+        loss.backward()
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad()
+        run.log(loss)
+    run.note_weights(model)
+
+
+@scenario
+def recompute_not_reentrant_with_side_outputs(run: Run) -> None:
+    """Backwards of several blocks are under way together."""
+    model = WithSideOutputs(4)
+    optimizer = run.start(model, sgd)
+    for step in range(3):
+        tokens = run.batch(step)
+        logits, side = model(tokens)
+        loss = F.cross_entropy(logits.reshape([-1, VOCABULARY]), tokens.reshape([-1])) + 0.1 * side
         loss.backward()
         run.note_gradients(model)
         optimizer.step()
