@@ -168,7 +168,7 @@ def own_sums(subjects: Subjects, parts: Sequence[ParameterPart]) -> JsonValue:
     known = subjects.sharding.known_sums
     sums = []
     for part in parts:
-        found = None if known is None or part.changes is None else known.mine.get(part.name)
+        found = None if known is None or part.changes is None or not known.are_trusted else known.mine.get(part.name)
         if found is None or found[0] != part.changes:
             found = (part.changes or 0, part.sum_of_elements())
             if known is not None and part.changes is not None:

@@ -23,7 +23,7 @@ def open_meeting(model: object, optimizers: Sequence[object]) -> tuple[StoreRend
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:
-    """Return the directory that a caller's ``path`` stands for.
+    """Return the directory that a caller's ``path`` stands for; ``~`` is the home directory, as in a shell.
 
     Raises:
         CheckpointError: it stands for none.
@@ -31,7 +31,7 @@ def absolute_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"path is {path!r:.100}; give the directory of a checkpoint, as a str or Path")
-    return Path(os.path.abspath(text))
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def digest_of(text: str) -> str:

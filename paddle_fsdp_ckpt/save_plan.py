@@ -68,8 +68,8 @@ class StoredTensors:
             return
         for piece, (number, start, nbytes) in zip(self.plan.pieces, self.plan.sources, strict=True):
             tensor = self.tensors[number]
-            if is_direct(tensor):
-                yield piece, direct_bytes(tensor)[start : start + nbytes]
+            if is_direct(tensor) or not tensor.is_contiguous():
+                yield piece, bytes_of(tensor)[start : start + nbytes]
                 continue
             # Not the whole tensor, which may hold the pieces of many keys.
             first, numel = start // int(tensor.element_size()), nbytes // int(tensor.element_size())

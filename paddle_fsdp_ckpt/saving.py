@@ -90,9 +90,7 @@ def save(
         trainable_only=trainable_only,
         timeout_seconds=timeout_seconds,
     )
-    with without_garbage_collection():
-        contents = list(prepared.contents())
-    commit_save(prepared, contents, rendezvous, is_watched=True)
+    commit_save(prepared, None, rendezvous, is_watched=True)
 
 
 @dataclass(frozen=True)
@@ -265,12 +263,12 @@ def prepare_save(
     return prepared[0]
 
 
-def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvous, *, is_watched: bool) -> int:
+def commit_save(prepared: PreparedSave, contents: Contents | None, rendezvous: Rendezvous, *, is_watched: bool) -> int:
     """Write a prepared save and make it visible. No Paddle collective runs here, so that it may be called from another thread.
 
     Args:
         prepared: on all ranks the same save.
-        contents: what :meth:`PreparedSave.contents` yielded, or copies of it.
+        contents: copies of what :meth:`PreparedSave.contents` yielded; None for that itself, as it is now.
         rendezvous: of the same ranks; another connection where this is another thread.
         is_watched: whether somebody waits for it, who sees on a terminal how far it is.
 
@@ -286,7 +284,11 @@ def commit_save(prepared: PreparedSave, contents: Contents, rendezvous: Rendezvo
         path = directory / rank_file_name(rendezvous.rank)
         progress = long_progress("saving", rendezvous.rank if is_watched else -1)
         with watching_file(path, prepared.nbytes, progress):
-            return write_rank_file(path, contents, prepared.stored.plan.file)
+            if contents is not None:
+                return write_rank_file(path, contents, prepared.stored.plan.file)
+            with without_garbage_collection():
+                live = list(prepared.contents())
+            return write_rank_file(path, live, prepared.stored.plan.file)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         written[:] = files

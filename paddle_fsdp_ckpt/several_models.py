@@ -202,14 +202,23 @@ def combine_models(models: Mapping[str, nn.Layer]) -> tuple[NamedModels, Shardin
         return NamedModels(ordered), Plain()
     if len({id(sharding.runtime) for _, sharding in cut.values()}) < len(cut):
         raise ShardingError(f"model: one sharded model is given under several of the names {listing(cut)}; give each once")
-    over = {name: sharding.communicator.ranks for name, (_, sharding) in cut.items()}
-    if len(set(over.values())) > 1:
+    over = {name: _ranks_of_replicas(sharding.communicator) for name, (_, sharding) in cut.items()}
+    first, *others = over.values()
+    if any(one != first for one in others):
         raise ShardingError(
-            f"model: they are sharded over different ranks: {listing(f'{name} over {list(ranks)}' for name, ranks in over.items())}; save "
+            f"model: they are sharded over different ranks: {listing(f'{name} over {_said(rows)}' for name, rows in over.items())}; save "
             "and load those by themselves"
         )
     plain = NamedModels({name: model for name, model in ordered.items() if name not in cut})
     return NamedModels(ordered), SeveralModels(cut, plain)
+
+
+def _said(replicas: list[list[int]]) -> str:
+    return " and ".join(map(str, replicas))
+
+
+def _ranks_of_replicas(communicator: Communicator) -> list[list[int]]:
+    return [[communicator.ranks[place] for place in row] for row in communicator.replicas]
 
 
 def _is_name(name: object) -> bool:

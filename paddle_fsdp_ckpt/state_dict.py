@@ -36,7 +36,7 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     sharding = sharding_of(model)
     sharding.warn_of_cuts()
     if sharding.known_sums is not None:
-        sharding.known_sums.forget()  # whoever gets the views may write to them
+        sharding.known_sums.are_trusted = False  # whoever has the views may write to them, at any time
     return sharding.model_weights(model)
 
 

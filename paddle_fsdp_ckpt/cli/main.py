@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(describe_error(error))
-    show(report, as_json=parsed.json)
+    try:
+        show(report, as_json=parsed.json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as | head, which has seen enough; Python would complain once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return GOOD if is_good else FOUND
 
 

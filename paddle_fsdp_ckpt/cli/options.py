@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPES |= {name: name for name in DTYPES.values()}
 """What is said on the command line -> Paddle's dtype name."""
 
 

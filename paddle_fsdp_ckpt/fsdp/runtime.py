@@ -61,7 +61,8 @@ class Runtime:
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.statistics: list[paddle.Tensor] = []
-        self.known_sums = KnownSums()
+        # Alone, a rank has whole weights, so that what a forward writes to them past Paddle's counting stays.
+        self.known_sums = KnownSums(are_trusted=not communicator.alone)
         self.kept: dict[type, Any] = {}
         self._gradient_mean = gradient_reduction == "mean"
         self._prefetcher = Prefetcher(prefetch)

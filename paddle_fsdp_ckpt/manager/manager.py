@@ -18,7 +18,7 @@ from ..saving import Contents, Kept, PreparedSave, prepare_save
 from ..shardings import ranks_of
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
-from ..storage.format import JsonValue
+from ..storage.format import MANIFEST_NAME, JsonValue
 from ..subjects import Models
 from .arguments import check_same_restore, check_same_save, positive_number, retention_of, whole_number
 from .background import HostBuffer, Worker
@@ -98,6 +98,10 @@ class CheckpointManager:
 
         def begin() -> JsonValue:
             self._where = absolute_path(root)
+            if (self._where / MANIFEST_NAME).exists():
+                raise CheckpointError(
+                    f"root is '{self._where}', which is a checkpoint itself; give the directory in which a run's steps lie, or a new one"
+                )
             self._policies = retention_of(max_to_keep, keep)
             self._every_steps = None if save_every_steps is None else whole_number(save_every_steps, "save_every_steps", 1)
             self._every_minutes = None if save_every_minutes is None else positive_number(save_every_minutes, "save_every_minutes")
@@ -232,7 +236,7 @@ class CheckpointManager:
         self._clock.restart()
         self._last = step
         if not self._async:
-            self._take(step, self._job(step, prepared, checked_metrics, list(prepared.contents()), self._rendezvous, started, None).run())
+            self._take(step, self._job(step, prepared, checked_metrics, None, self._rendezvous, started, None).run())
             return
         if self._background is None:
             self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
@@ -294,6 +298,8 @@ class CheckpointManager:
             self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
         )
         if report is None:
+            if self._rendezvous.rank == COORDINATOR:
+                _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
             return None
         later = {one for one in self.all_steps() if one > report.step}
         self._foreign |= later if discard_later else set(report.fell_back_from)
@@ -359,7 +365,7 @@ class CheckpointManager:
         step: int,
         prepared: PreparedSave,
         metrics: dict[str, float],
-        contents: Contents,
+        contents: Contents | None,
         rendezvous: Rendezvous,
         started: float,
         blocked_seconds: float | None,

@@ -29,7 +29,7 @@ class SaveJob:
         step: its number.
         prepared: the save.
         metrics: those of the step.
-        contents: what this rank's file is to hold.
+        contents: what this rank's file is to hold; None for the live tensors.
         rendezvous: the ranks, over a connection that no other thread uses.
         policies: which steps to keep.
         known: the steps that the root held before.
@@ -43,7 +43,7 @@ class SaveJob:
     step: int
     prepared: PreparedSave
     metrics: dict[str, float]
-    contents: Contents
+    contents: Contents | None
     rendezvous: Rendezvous
     policies: Sequence[Retention]
     known: Sequence[SavedStep]

@@ -147,11 +147,16 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
     """Raise where an optimizer can't be bound.
 
     Raises:
-        ShardingError: it holds parameters that are not sharded, or none.
+        ShardingError: it holds parameters that are not sharded, or none; or it is bound already.
         UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
     """
     check_is_optimizer(optimizer)
     entry_of(optimizer)
+    if binding_of(optimizer) is not None:
+        raise ShardingError(
+            f"{type(optimizer).__name__}: it is bound already, to a model that was sharded before; make a new optimizer of this model's "
+            "parameters"
+        )
     check_own_methods(optimizer)
     check_parameters(optimizer, about_to_shard)
     for clip in (optimizer._grad_clip, *(group.get("grad_clip") for group in parameter_groups(optimizer))):

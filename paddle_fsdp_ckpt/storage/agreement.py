@@ -213,7 +213,7 @@ class _Wait:
         missing = [rank for rank in range(first, self._rendezvous.world_size) if not self._is_there(rank)]
         if missing:
             _LOG.warning(
-                "rank %d has waited %g s for ranks %s (%s), and gives up after %g s",
+                "rank %d has waited %g s for ranks %s (%s), and gives up after %g s; all ranks must make this call, see whether they do",
                 COORDINATOR,
                 seconds,
                 listing(map(str, missing)),

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -71,6 +71,8 @@ def _locked(directory: Path, kind: int, *accesses: int) -> Iterator[bool]:
     try:
         yield _try_to_lock(descriptor, kind)
     finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too, and would hold the lock
         os.close(descriptor)
 
 

@@ -132,6 +132,16 @@ def replicas_that_parted(path: str) -> list[str]:
     return [str(caught.value), str(caught_states.value)]
 
 
+def models_over_other_replicas(path: str) -> str:
+    """Return the error of a save of one model over 2 x 2 ranks, and another over all 4."""
+    models = {"a": Net(1), "b": Net(1)}
+    ckpt.fully_shard(models["b"], optimizer=None, **hybrid_groups(2))
+    ckpt.fully_shard(models["a"], optimizer=None)
+    with pytest.raises(errors.ShardingError) as caught:
+        ckpt.save(path, model=models)
+    return str(caught.value)
+
+
 def under_fleet() -> list[str]:
     """What fleet's topology makes of ``fully_shard`` without groups; fleet.init itself fails on gloo, for want of separate stores."""
     names = ["data", "pipe", "sharding", "sep", "model"]

@@ -61,6 +61,11 @@ def test_replicas_that_parted_are_not_saved(ranks: Ranks, tmp_path: Path) -> Non
         assert "ranks 0 and 2 are replicas, and their optimizer states differ" in of_states
 
 
+def test_models_over_other_replicas_are_saved_by_themselves(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(4).run(hybrid_cases.models_over_other_replicas, str(tmp_path / "checkpoint")):
+        assert "a over [0, 1, 2, 3], b over [0, 1] and [2, 3]" in message
+
+
 def test_fleets_data_parallel_group_replicates_by_default(ranks: Ranks) -> None:
     for other_group, tensor_parallel, pipeline, segments, only_replicas in ranks(4).run(hybrid_cases.under_fleet):
         assert "neither its sharding group nor all ranks" in other_group

@@ -75,6 +75,12 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path, ranks: Ranks) -> None:
         assert "is no directory" in error.message
 
 
+def test_a_root_that_is_a_checkpoint_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    for error in ranks(2).errors(cases.open_with, str(tmp_path), {}):
+        assert "which is a checkpoint itself" in error.message
+
+
 def test_a_closed_manager_does_nothing(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(2).run(cases.use_after_close, str(tmp_path / "root")) == [["the CheckpointManager was closed; make a new one"] * 2] * 2
 

@@ -134,7 +134,10 @@ def test_rank_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: 
         assert run_ranks(4, work) == [1] * 4
     finally:
         logging.getLogger("paddle_fsdp_ckpt").removeHandler(handler)
-    assert re.fullmatch(r"rank 0 has waited 0\.05 s for ranks .*2, 3 \(t\), and gives up after 30 s", caplog.messages[0])
+    assert re.fullmatch(
+        r"rank 0 has waited 0\.05 s for ranks .*2, 3 \(t\), and gives up after 30 s; all ranks must make this call, see whether they do",
+        caplog.messages[0],
+    )
 
 
 def test_reports_are_forgotten_once_they_are_read() -> None:

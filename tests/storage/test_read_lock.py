@@ -52,6 +52,20 @@ def test_readers_share_and_keep_off(checkpoint: Path) -> None:
         assert not may_remove(checkpoint)
 
 
+def test_what_a_reader_forked_keeps_nothing(checkpoint: Path) -> None:
+    until, tell = os.pipe()
+    with reading(checkpoint):
+        child = os.fork()
+        if child == 0:
+            os.close(tell)
+            os.read(until, 1)  # till the parent is done
+            os._exit(0)
+    assert may_remove(checkpoint)
+    os.close(tell)
+    os.waitpid(child, 0)
+    os.close(until)
+
+
 def test_a_dead_reader_keeps_nothing(checkpoint: Path) -> None:
     command = [sys.executable, "-c", READER, str(checkpoint)]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(read_lock.__file__).parents[2])
