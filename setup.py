@@ -45,16 +45,18 @@ setup(
         "cpu": CPU,
         "dev": [*CPU, *CLI, *PLOT, "hypothesis>=6.100", "mypy>=2.4,<3", "pytest>=8.3", "pytest-xdist>=3.6", "ruff>=0.17,<0.18"],
         "plot": PLOT,
-        # pyarrow and datasets: later ones want another numpy than PaddleFormers does.
+        # Later ones of these want another numpy and other tokenizers than PaddleFormers does; pip would try them all.
         "real-models": [
             *CPU,
-            "datasets>=3,<4.4",
+            "datasets==4.0.0",
+            "numpy<1.27",
+            "pandas<3.1",
             "paddleformers==0.4.1",
             "peft>=0.17",
             "pyarrow<21",
             "pytest>=8.3",
             "torch==2.13.0",
-            "transformers>=4.55.1,<5",
+            "transformers==4.55.4",
         ],
     },
 )
