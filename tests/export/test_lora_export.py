@@ -127,6 +127,14 @@ def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path) -> None:
         export_peft(saved.root / "norm" / "adapters", out, config=saved.config)
 
 
+def test_what_trained_besides_is_found_under_any_name(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1).run(lora_models.save_trained_head, str(tmp_path))
+    for source, model_name in (("wrapped", None), ("several", "actor")):
+        with pytest.raises(MismatchError, match=r"more that trained than LoRA layers.*: lm_head\.weight; export"):
+            export_peft(tmp_path / source, tmp_path / "out", recipe="qwen3", model_name=model_name)
+    assert not (tmp_path / "out").exists()
+
+
 def test_layers_that_are_no_lora_are_refused(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
     first = next(iter(saved.scalings))
     for number, (name, shape, words) in enumerate(
