@@ -93,3 +93,15 @@ def save_trained_head(root: str) -> None:
         optimizer = paddle.optimizer.SGD(0.1, parameters=outer.parameters())
         ckpt.fully_shard(outer, optimizer=optimizer)
         ckpt.save(f"{root}/{name}", model={"actor": model} if wrapper is None else outer, optimizer=optimizer, trainable_only=True)
+
+
+def save_layers(path: str, layers: Mapping[str, float], others: Collection[str]) -> None:
+    """Save what trains of a model with these LoRA layers, each of its scaling, and other layers."""
+    arrays = {f"{name}.weight": np.ones((4, 4), np.float32) for name in (*layers, *others)}
+    model = build(arrays | adapters_for([f"{name}.weight" for name in layers], arrays, {}), "float32", {})
+    for name, parameter in model.named_parameters():
+        parameter.stop_gradient = ".lora_" not in name
+    for name, scaling in layers.items():
+        _layer(model, name).scaling = scaling
+    ckpt.fully_shard(model, optimizer=None)
+    ckpt.save(path, model=model, trainable_only=True)
