@@ -29,6 +29,7 @@ _NESTED = ("thinker_config", "text_config")
 """Where models of several parts keep the configuration of the language model, from the outside in."""
 
 _MAX_NBYTES = 1 << 26
+_MOST_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ class ModelConfig:
     levels: tuple[dict[str, JsonValue], ...]
 
     @property
+    def layers(self) -> int:
+        """How many layers the decoder has.
+
+        Raises:
+            CheckpointError: this is missing, or no number of layers.
+        """
+        return self.count("num_hidden_layers", most=_MOST_LAYERS)
+
+    @property
     def model_type(self) -> JsonValue:
         """The family of the language model, or None."""
         return self.levels[0].get("model_type")
@@ -52,8 +62,8 @@ class ModelConfig:
         """Return a field, from the innermost object that has it; None where none has."""
         return next((level[name] for level in self.levels if level.get(name) is not None), None)
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a field that must be a whole number from 1 on; where it is missing, the default, if there is one.
+    def count(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
+        """Return a field that must be a whole number from 1 on, to ``most`` perhaps; where it is missing, the default, if there is one.
 
         Raises:
             CheckpointError: it is missing or something else.
@@ -61,8 +71,9 @@ class ModelConfig:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"'{self.path}' has {name} = {value!r:.100}, and a whole number from 1 on is needed")
+        if type(value) is not int or value < 1 or (most is not None and value > most):
+            to = "on" if most is None else f"to {most}"
+            raise CheckpointError(f"'{self.path}' has {name} = {value!r:.100}, and a whole number from 1 {to} is needed")
         return value
 
     def flag(self, name: str, default: bool) -> bool:

@@ -6,7 +6,7 @@ Such a layer computes with ``weight + scaling * lora_A @ lora_B``. The checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, MismatchError, listing
@@ -15,6 +15,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.plan import FLOATING_DTYPES
 from .contents import Contents, contents_of
 from .recipes.rules import Recipe
+from .renaming import renamed
 from .values import whole_piece
 
 WRAPPER = "model."
@@ -138,24 +139,7 @@ def unwrapped(index: CheckpointIndex, names: Sequence[str], fits: Callable[[Sequ
     wrapped = all(key.startswith(WRAPPER) for key in index.stored)
     if not wrapped or fits(names) or not fits([name.removeprefix(WRAPPER) for name in names]):
         return index
-
-    def stripped(names: Iterable[str]) -> dict[str, str]:
-        return {name: name.removeprefix(WRAPPER) for name in names}
-
-    new, manifest = stripped(index.stored), index.manifest
-    if manifest is not None:
-        manifest = replace(
-            manifest,
-            tied=tuple(tuple(stripped(names).values()) for names in manifest.tied),
-            base=None if manifest.base is None else {stripped([name])[name]: one for name, one in manifest.base.items()},
-            lora={stripped([name])[name]: one for name, one in manifest.lora.items()},
-        )
-    return replace(
-        index,
-        manifest=manifest,
-        dtypes={new[key]: dtype for key, dtype in index.dtypes.items()},
-        stored={new[key]: pieces for key, pieces in index.stored.items()},
-    )
+    return renamed(index, lambda name: name.removeprefix(WRAPPER))
 
 
 def fits_recipe(recipe: Recipe) -> Callable[[Sequence[str]], bool]:

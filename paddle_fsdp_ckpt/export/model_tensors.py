@@ -127,7 +127,7 @@ def _check_layers(found: Iterable[dict[str, str]], config: ModelConfig | None) -
     layers = {int(values[_LAYER]) for values in found if _LAYER in values}
     if config is None or not layers:
         return
-    wanted = set(range(config.count("num_hidden_layers")))
+    wanted = set(range(config.layers))
     if layers != wanted:
         lacking, beyond = (listing(map(str, sorted(some))) or "none" for some in (wanted - layers, layers - wanted))
         raise MismatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from ..errors import TargetExistsError
 from ..storage.format import parse_left_over, staging_name
+from ..storage.read_lock import try_to_lock
 
 
 @contextmanager
@@ -18,10 +20,10 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory that gets the name ``path`` where the block ends without an error, and is removed where it doesn't.
 
     What killed processes left behind of it, ``.NAME.staging-...`` beside it, is removed first. Its files are the block's to bring to the
-    disk.
+    disk. While the block runs, a lock of the system on the directory tells others that it is no left-over, where there are such locks.
 
     Raises:
-        TargetExistsError: something is there that is no empty directory.
+        TargetExistsError: something is there that is no empty directory, or another process is making it.
         OSError: the system refused.
     """
     target = Path(os.path.realpath(path))
@@ -29,15 +31,17 @@ def new_directory(path: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     for entry in target.parent.iterdir():
         if parse_left_over(entry.name) == (target.name, "staging"):
-            shutil.rmtree(entry, ignore_errors=True)
+            with _locked(entry, target):
+                shutil.rmtree(entry, ignore_errors=True)
     staging = target.parent / staging_name(target.name, secrets.token_hex(8))
     staging.mkdir()
     try:
-        yield staging
-        sync(staging)
-        _check_free(target)
-        os.rename(staging, target)
-        sync(target.parent)
+        with _locked(staging, target):
+            yield staging
+            sync(staging)
+            _check_free(target)
+            os.rename(staging, target)
+            sync(target.parent)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is None:  # a write doesn't say to where
@@ -50,6 +54,21 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(staging: Path, target: Path) -> Iterator[None]:
+    try:
+        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone, no directory, or not ours to read: what is then done with it says so where it matters
+        yield
+        return
+    try:
+        if not try_to_lock(descriptor, fcntl.LOCK_EX):
+            raise TargetExistsError(f"another process is writing '{target}' right now; wait for it, or choose another path")
+        yield
     finally:
         os.close(descriptor)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from ..errors import MismatchError, listing
 from ..storage.index import CheckpointIndex
 from ..storage.stock import open_index
-
-_Value = TypeVar("_Value")
+from .renaming import renamed
 
 
 def open_model(path: Path, name: str | None) -> CheckpointIndex:
@@ -31,23 +27,7 @@ def open_model(path: Path, name: str | None) -> CheckpointIndex:
 
 def _one_model(index: CheckpointIndex, name: str) -> CheckpointIndex:
     prefix = f"{name}."
-    stored = {key.removeprefix(prefix): pieces for key, pieces in index.stored.items() if key.startswith(prefix)}
-    if not stored:
+    if not any(key.startswith(prefix) for key in index.stored):
         there = sorted({key.partition(".")[0] for key in index.stored})
         raise MismatchError(f"'{index.path}' has no key that begins with '{prefix}'; its keys begin with {listing(there)}")
-    dtypes = {key: index.dtypes[prefix + key] for key in stored}
-    manifest = index.manifest
-    if manifest is not None:
-        tied = (_without(prefix, names) for names in manifest.tied)
-        base = None if manifest.base is None else _of_model(prefix, manifest.base)
-        several = tuple(names for names in tied if len(names) > 1)
-        manifest = replace(manifest, tied=several, base=base, lora=_of_model(prefix, manifest.lora))
-    return replace(index, stored=stored, dtypes=dtypes, manifest=manifest)
-
-
-def _of_model(prefix: str, by_name: Mapping[str, _Value]) -> dict[str, _Value]:
-    return {name.removeprefix(prefix): value for name, value in by_name.items() if name.startswith(prefix)}
-
-
-def _without(prefix: str, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return renamed(index, lambda key: key.removeprefix(prefix) if key.startswith(prefix) else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ from .values import check_values
 CONFIG_NAME, FILE_NAME = "adapter_config.json", "adapter_model.safetensors"
 
 _BEFORE, _WEIGHT = "base_model.model.", ".weight"
+
+_MOST_COMPARISONS = 200_000
+"""Of names of layers, to find out whether one can be taken for another; they take below a second."""
 
 
 class PeftLayer(NamedTuple):
@@ -99,7 +103,7 @@ def export_peft(
     check_values(index, [piece.key for one in adapters for piece in (one.a, one.b)])
     reader = TensorReader(index, dtype)
     tensors = [reader.output(source) for layer in layers for source in layer.sources()]
-    fields = adapter_config(layers, chosen, model_config)
+    fields = adapter_config(layers, chosen, model_config, list_targets=not _ends_with_adapted(index, adapters))
     with new_directory(Path(out)) as staging:
         write_file(staging / FILE_NAME, tensors, {}, progress)
         reader.check_overflows()
@@ -145,8 +149,26 @@ def _layers(adapter: Adapter, recipe: Recipe, config: ModelConfig | None) -> Ite
         yield PeftLayer(source.name.removesuffix(_WEIGHT), adapter, columns)
 
 
-def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelConfig | None) -> JsonValue:
+def _ends_with_adapted(index: CheckpointIndex, adapters: Sequence[Adapter]) -> bool:
+    """Tell whether the name of a layer without LoRA ends with that of one with it, as ``encoder.proj`` does with ``proj``."""
+    adapted = {one.layer for one in adapters}
+    base = () if index.manifest is None else index.manifest.base or ()
+    others = {key.rpartition(".")[0] for key in (*contents_of(index).model, *base)} - adapted
+    parts = (name.split(".") for name in others)
+    return any(".".join(one[start:]) in adapted for one in parts for start in range(1, len(one)))
+
+
+def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelConfig | None, *, list_targets: bool = True) -> JsonValue:
     """Return what ``adapter_config.json`` is to say; where layers differ in rank or scaling, it has patterns for the rarer ones.
+
+    ``peft`` takes a listed name in ``target_modules`` for those of all layers whose names end so, and a text for a regular expression that
+    the whole name must match.
+
+    Args:
+        layers: all.
+        recipe: from which their names are.
+        config: of the model, if there is one.
+        list_targets: whether no name of a layer that is not adapted ends with one of theirs.
 
     Raises:
         CheckpointError: two layers have one name.
@@ -157,6 +179,7 @@ def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelCon
     ranks = {layer.name: layer.adapter.rank for layer in layers}
     alphas = {layer.name: _alpha(layer.adapter) for layer in layers}
     (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
+    key_of = _pattern_keys([name for name in ranks if ranks[name] != rank or alphas[name] != alpha], list(ranks))
     name = None if config is None else config.get("_name_or_path")
     return {
         "peft_type": "LORA",
@@ -165,14 +188,27 @@ def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelCon
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
-        "alpha_pattern": {name: one for name, one in alphas.items() if one != alpha},
-        "target_modules": sorted(ranks),
+        "rank_pattern": {key_of[name]: one for name, one in ranks.items() if one != rank},
+        "alpha_pattern": {key_of[name]: one for name, one in alphas.items() if one != alpha},
+        "target_modules": sorted(ranks) if list_targets else "|".join(re.escape(name) for name in sorted(ranks)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
     }
+
+
+def _pattern_keys(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    """Return what ``peft`` is to call some of the layers in a pattern, so that it finds these and no others.
+
+    It takes a key for a regular expression, which the end of a layer's name, from a dot on, must match. That is as good as the name in most
+    models, and what all versions of it understand; elsewhere keys begin with ``^``, as 0.21 understands.
+    """
+    is_plain = len(names) * len(others) <= _MOST_COMPARISONS and all(re.fullmatch(r"[\w.]+", name) for name in names)
+    if is_plain:
+        expressions = [(name, re.compile(rf"(.*\.)?{name}")) for name in names]
+        is_plain = not any(one.fullmatch(other) for name, one in expressions for other in others if other != name)
+    return {name: name if is_plain else f"^{re.escape(name)}" for name in names}
 
 
 def _alpha(adapter: Adapter) -> float | int:

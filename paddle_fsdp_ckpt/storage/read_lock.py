@@ -69,7 +69,7 @@ def _locked(directory: Path, kind: int, *accesses: int) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _try_to_lock(descriptor, kind)
+        yield try_to_lock(descriptor, kind)
     finally:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too, and would hold the lock
@@ -86,7 +86,12 @@ def _open(path: Path, accesses: tuple[int, ...]) -> int | None:
     return None
 
 
-def _try_to_lock(descriptor: int, kind: int) -> bool:
+def try_to_lock(descriptor: int, kind: int) -> bool:
+    """Take a lock of the system, of this kind, on an open file or directory; True also where there are no locks.
+
+    Returns:
+        whether there was none against it.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

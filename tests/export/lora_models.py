@@ -76,3 +76,32 @@ def save_plainly(path: str, arrays: Arrays) -> None:
     model = build(arrays, "float32", {})
     ckpt.fully_shard(model, optimizer=None)
     ckpt.save(path, model=model)
+
+
+def save_trained_head(root: str) -> None:
+    """Save what trains of a model with a LoRA layer and a head that trains too: ``wrapped`` in another, and ``several``, as ``actor``."""
+    weight = "model.layers.0.self_attn.o_proj.weight"
+    arrays = {weight: np.ones((6, 6), np.float32), "lm_head.weight": np.ones((4, 6), np.float32)}
+    for name, wrapper in (("wrapped", nn.Layer()), ("several", None)):
+        model = build(arrays | adapters_for([weight], arrays, {}), "float32", {})
+        _layer(model, weight.removesuffix(".weight")).scaling = 2.0
+        for key, parameter in model.named_parameters():
+            parameter.stop_gradient = key == weight
+        if wrapper is not None:
+            wrapper.model = model
+        outer = wrapper or model
+        optimizer = paddle.optimizer.SGD(0.1, parameters=outer.parameters())
+        ckpt.fully_shard(outer, optimizer=optimizer)
+        ckpt.save(f"{root}/{name}", model={"actor": model} if wrapper is None else outer, optimizer=optimizer, trainable_only=True)
+
+
+def save_layers(path: str, layers: Mapping[str, float], others: Collection[str]) -> None:
+    """Save what trains of a model with these LoRA layers, each of its scaling, and other layers."""
+    arrays = {f"{name}.weight": np.ones((4, 4), np.float32) for name in (*layers, *others)}
+    model = build(arrays | adapters_for([f"{name}.weight" for name in layers], arrays, {}), "float32", {})
+    for name, parameter in model.named_parameters():
+        parameter.stop_gradient = ".lora_" not in name
+    for name, scaling in layers.items():
+        _layer(model, name).scaling = scaling
+    ckpt.fully_shard(model, optimizer=None)
+    ckpt.save(path, model=model, trainable_only=True)

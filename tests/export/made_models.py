@@ -175,6 +175,21 @@ def save_states(path: str, arrays: Mapping[str, np.ndarray], optimizer: str, fac
     ckpt.save(path, model=model, optimizer=stepper, step=3)
 
 
+def save_tied_models(path: str, arrays: Mapping[str, np.ndarray], tied: str) -> None:
+    """Save ``actor`` and ``critic`` with one parameter ``tied`` in both; the master weights are the arrays as before the cast."""
+    models = {name: build(arrays, "bfloat16", {}) for name in ("actor", "critic")}
+    *layers, last = tied.split(".")
+    actor, critic = ({"": models[name], **dict(models[name].named_sublayers())}[".".join(layers)] for name in models)
+    critic.add_parameter(last, actor._parameters[last])
+    parameters = {id(one): one for model in models.values() for one in model.parameters()}
+    stepper = paddle.optimizer.AdamW(parameters=list(parameters.values()), multi_precision=True)
+    stepper._create_accumulators(paddle.static.default_main_program().global_block(), list(parameters.values()))
+    names = {one.name: name for model in models.values() for name, one in model.named_parameters()}
+    for name, master in stepper._master_weights.items():
+        paddle.assign(paddle.to_tensor(arrays[names[name]]), output=master)
+    ckpt.save(path, model=models, optimizer=stepper, step=3)
+
+
 def slice_of(weight: Any) -> slice:
     """Which elements of the flattened parameter a whole, or stacked, state has here."""
     if tuple(weight.local_shape) == tuple(weight.global_shape):

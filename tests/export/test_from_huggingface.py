@@ -20,8 +20,9 @@ from published import as_in_paddle, config_of, published
 from safetensors.numpy import save_file
 
 from paddle_fsdp_ckpt.cli.main import main
-from paddle_fsdp_ckpt.errors import CheckpointError
+from paddle_fsdp_ckpt.errors import CheckpointError, TargetExistsError
 from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
+from paddle_fsdp_ckpt.export.new_directory import new_directory
 from paddle_fsdp_ckpt.storage.format import rank_file_name
 from paddle_fsdp_ckpt.storage.verify import verify
 
@@ -166,6 +167,16 @@ def test_a_killed_conversion_leaves_no_checkpoint(tmp_path: Path) -> None:
     import_huggingface(model, tmp_path / "again")
     name = rank_file_name(0)
     assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_of_two_writers_at_once_the_second_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with new_directory(out) as staging:
+        (staging / "file").write_text("of the first")
+        with pytest.raises(TargetExistsError, match="another process is writing"), new_directory(out):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "file").read_text() == "of the first"
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:

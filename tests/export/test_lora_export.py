@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,28 @@ def test_what_does_not_fit_is_refused(saved: Saved, tmp_path: Path) -> None:
     assert "--lora-alpha 3 is not what layers" in refused("full", merge_lora=True, lora_alpha=3)
     with pytest.raises(MismatchError, match="more that trained than LoRA layers.*norm.weight"):
         export_peft(saved.root / "norm" / "adapters", out, config=saved.config)
+
+
+def test_what_trained_besides_is_found_under_any_name(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1).run(lora_models.save_trained_head, str(tmp_path))
+    for source, model_name in (("wrapped", None), ("several", "actor")):
+        with pytest.raises(MismatchError, match=r"more that trained than LoRA layers.*: lm_head\.weight; export"):
+            export_peft(tmp_path / source, tmp_path / "out", recipe="qwen3", model_name=model_name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_whose_names_end_alike_are_told_apart(tmp_path: Path, ranks: Ranks) -> None:
+    scalings = {"proj": 4.0, "enc.proj": 1.0, "enc.more": 1.0, "enc.1.up": 3.0}
+    others = ["encoder.1.up", "dec.proj", "out"]
+    ranks(1).run(lora_models.save_layers, str(tmp_path / "saved"), scalings, others)
+    export_peft(tmp_path / "saved", tmp_path / "peft", recipe="none")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    for name in (*scalings, *others):
+        # What peft 0.21 makes of the file: a text must match a whole name, and the first key that matches the end of a name counts.
+        assert bool(re.fullmatch(config["target_modules"], name)) == (name in scalings), name
+        key = next((one for one in config["alpha_pattern"] if re.match(rf"(.*\.)?({one})$", name)), None)
+        if name in scalings:
+            assert config["alpha_pattern"].get(key, config["lora_alpha"]) / config["r"] == scalings[name], name
 
 
 def test_layers_that_are_no_lora_are_refused(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:

@@ -73,6 +73,20 @@ def test_master_weights_and_tied_parameters(tmp_path: Path, ranks: Ranks) -> Non
     np.testing.assert_array_equal(read(tmp_path / "model", "model")["a.weight"], arrays["a.weight"])
 
 
+def test_one_model_of_several_with_what_it_shares(tmp_path: Path, ranks: Ranks) -> None:
+    arrays = {"a.weight": np.random.RandomState(1).standard_normal((4, 3)).astype(np.float32), "b.bias": np.ones(5, np.float32)}
+    ranks(1).run(made_models.save_tied_models, str(tmp_path / "saved"), arrays, "a.weight")
+    for name in ("actor", "critic"):
+        out = tmp_path / name
+        export_huggingface(tmp_path / "saved", out, recipe="none", optimizer=True, master_weights=True, dtype="float32", model_name=name)
+        states = read(out / "optimizer", "states")
+        assert {key.rpartition(".")[2] for key in states if key.startswith("a.weight.")} >= {"moment1", "moment2", "master_weight"}
+        np.testing.assert_array_equal(states["a.weight.master_weight"], arrays["a.weight"])
+        np.testing.assert_array_equal(read(out, "model")["a.weight"], arrays["a.weight"])
+        (optimizer,) = json.loads((out / "optimizer" / "optimizer.json").read_text())["optimizers"]
+        assert [group["parameters"] for group in optimizer["groups"]] == [["a.weight", "b.bias"]]
+
+
 def test_what_can_not_be_exported(tmp_path: Path, ranks: Ranks) -> None:
     arrays = {"a.weight": np.ones((4, 3), np.float32)}
     ranks(1).run(made_models.save_model, str(tmp_path / "bare"), arrays)

@@ -228,6 +228,13 @@ def test_a_save_and_a_load_take_no_more_than_planned(tmp_path: Path, ranks: Rank
         ({"model_type": ["llama"]}, [2], {}, "model_type"),
         (TINY | {"model_type": "llama", "hidden_size": "16"}, [2], {}, "hidden_size = '16', and a whole number"),
         (TINY | {"model_type": "qwen3_moe"}, [2], {}, "moe_intermediate_size = None"),
+        (
+            TINY | {"model_type": "llama", "num_hidden_layers": 10**9},
+            [2],
+            {},
+            "num_hidden_layers = 1000000000, and a whole number from 1 to",
+        ),
+        (TINY | OTHERS["qwen3_moe"] | {"model_type": "qwen3_moe", "num_experts": 10**9}, [2], {}, "num_experts = 1000000000, and a"),
         (TINY | {"model_type": "llama", "tie_word_embeddings": 1}, [2], {}, "tie_word_embeddings = 1, and true or false"),
         (TINY | {"model_type": "qwen3_moe", "mlp_only_layers": 3}, [2], {}, "mlp_only_layers = 3, and a list"),
         (TINY | {"model_type": "llama", "torch_dtype": "int8"}, [2], {}, "can't be 'int8'"),

@@ -15,6 +15,9 @@ from ..config import TIED, ModelConfig
 _ROUTER_DTYPE = "float32"
 """The router of a mixture of experts stays in this."""
 
+_MOST_EXPERTS = 1 << 16
+"""In all layers together: with more, a plan would take minutes."""
+
 
 @dataclass(frozen=True)
 class PlannedParameter:
@@ -90,7 +93,7 @@ def planned_units(config: ModelConfig, dtype: str) -> list[PlannedUnit]:
         dtype: Paddle's name of the type of all parameters, save routers.
 
     Raises:
-        CheckpointError: the family is not known, or a field is missing or no number.
+        CheckpointError: the family is not known, or a field is missing, no number, or one that no model has.
     """
     family = _FAMILIES.get(config.model_type) if isinstance(config.model_type, str) else None
     if family is None:
@@ -103,7 +106,7 @@ def planned_units(config: ModelConfig, dtype: str) -> list[PlannedUnit]:
     embedding, head = f"{family.decoder}.embed_tokens", "lm_head.weight"
     names = (f"{embedding}.weight", head) if is_tied else (f"{embedding}.weight",)
     units = [PlannedUnit(embedding, (PlannedParameter(names, (vocabulary, hidden), dtype),))]
-    for number in range(config.count("num_hidden_layers")):
+    for number in range(config.layers):
         name = f"{family.decoder}.layers.{number}"
         units.append(PlannedUnit(name, tuple(_layer(name, number, family, config, dtype))))
     norm = f"{family.decoder}.norm"
@@ -135,13 +138,17 @@ def _layer(name: str, number: int, family: _Family, config: ModelConfig, dtype: 
 
 
 def _experts(name: str, family: _Family, config: ModelConfig, dtype: str) -> Iterator[PlannedParameter]:
-    hidden, inner, count = config.count("hidden_size"), config.count("moe_intermediate_size"), config.count("num_experts")
+    hidden, inner, count = config.count("hidden_size"), config.count("moe_intermediate_size"), _experts_of_a_layer(config)
     yield PlannedParameter((f"{name}.gate.weight",), (hidden, count), _ROUTER_DTYPE)
     for expert in range(count):
         yield from _mlp(f"{name}.experts.{expert}", hidden, inner, dtype)
     if family.shared_expert:
         yield from _mlp(f"{name}.shared_expert", hidden, config.count("shared_expert_intermediate_size"), dtype)
         yield PlannedParameter((f"{name}.shared_expert_gate.weight",), (hidden, 1), dtype)
+
+
+def _experts_of_a_layer(config: ModelConfig) -> int:
+    return config.count("num_experts", most=_MOST_EXPERTS // config.layers)
 
 
 def _mlp(name: str, hidden: int, inner: int, dtype: str) -> Iterator[PlannedParameter]:
