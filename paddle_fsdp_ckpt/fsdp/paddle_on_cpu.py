@@ -17,7 +17,8 @@ def paddle_runtime_on_cpu() -> Iterator[None]:
     """Inside the block, Paddle 3.3's auto-parallel ``fully_shard`` cuts and trains on CPU. Paddle is as before outside of it.
 
     What it changes: slots are aligned as on a GPU, as Paddle has no alignment for CPU; ``paddle.distributed.reduce_scatter``, which gloo
-    lacks, is an all_reduce of which each rank keeps its part; and on leaving, the context that the block's ``fully_shard`` registered is
+    lacks, is an all_reduce of which each rank keeps its part; what ``Tensor._local_value`` returned last stays alive, as Paddle's
+    ``shard_params`` sets the dims of the dense tensor in it when it is freed already, which now and then ended the process; and on leaving, the context that the block's ``fully_shard`` registered is
     taken out again, so that other optimizers of the process no longer step it. A model that was cut inside can't train outside.
 
     Raises:
@@ -30,12 +31,21 @@ def paddle_runtime_on_cpu() -> Iterator[None]:
     if fusion.get_fsdp_context() is not None:
         raise ShardingError("a model is cut by paddle.distributed.fsdp.fully_shard already, and a process has room for one")
     device_type, reduce_scatter = fusion.get_current_device_type, dist.reduce_scatter
+    local_value = paddle.Tensor._local_value
+    last: list[paddle.Tensor] = []
+
+    def keep_local_value(tensor: paddle.Tensor) -> paddle.Tensor:
+        last[:] = [local_value(tensor)]
+        return last[0]
+
     fusion.get_current_device_type = lambda: "gpu"
     dist.reduce_scatter = _reduce_scatter
+    paddle.Tensor._local_value = keep_local_value
     try:
         yield
     finally:
         fusion.get_current_device_type, dist.reduce_scatter = device_type, reduce_scatter
+        paddle.Tensor._local_value = local_value
         fusion.register_fsdp_context(None)
 
 

@@ -149,12 +149,12 @@ def scalars_that_differ() -> str:
 
 
 def whats_left_of_the_cpu_context() -> None:
-    before = (fully_shard_fusion.get_current_device_type, dist.reduce_scatter)
+    before = (fully_shard_fusion.get_current_device_type, dist.reduce_scatter, paddle.Tensor._local_value)
     with cut(Blocks()):
         assert fully_shard_fusion.get_fsdp_context() is not None
         assert error_of(paddle_runtime_on_cpu().__enter__).startswith("ShardingError: a model is cut")
     assert fully_shard_fusion.get_fsdp_context() is None
-    assert before == (fully_shard_fusion.get_current_device_type, dist.reduce_scatter)
+    assert before == (fully_shard_fusion.get_current_device_type, dist.reduce_scatter, paddle.Tensor._local_value)
     # And other optimizers step their own parameters again.
     layer = nn.Linear(2, 2)
     weight = layer.weight.numpy().copy()
