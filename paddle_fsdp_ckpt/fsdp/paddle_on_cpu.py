@@ -17,9 +17,10 @@ def paddle_runtime_on_cpu() -> Iterator[None]:
     """Inside the block, Paddle 3.3's auto-parallel ``fully_shard`` cuts and trains on CPU. Paddle is as before outside of it.
 
     What it changes: slots are aligned as on a GPU, as Paddle has no alignment for CPU; ``paddle.distributed.reduce_scatter``, which gloo
-    lacks, is an all_reduce of which each rank keeps its part; what ``Tensor._local_value`` returned last stays alive, as Paddle's
-    ``shard_params`` sets the dims of the dense tensor in it when it is freed already, which now and then ended the process; and on leaving, the context that the block's ``fully_shard`` registered is
-    taken out again, so that other optimizers of the process no longer step it. A model that was cut inside can't train outside.
+    lacks, is an all_reduce of which each rank keeps its part; what ``Tensor._local_value`` returned last stays alive, as Paddle 3.3.1's
+    ``shard_params`` sets the dims of the tensor in it, which was freed by then, and now and then ended the process so; and on leaving, the
+    context that the block's ``fully_shard`` registered is taken out again, so that other optimizers of the process no longer step it. A
+    model that was cut inside can't train outside.
 
     Raises:
         ShardingError: Paddle is on another device, or a model is cut already.
