@@ -46,10 +46,20 @@ def test_exit_status_and_output(checkpoint: Path, tmp_path: Path, capsys: pytest
     assert report["nbytes"] == 12
 
 
-@pytest.mark.parametrize("option", [["--optimizer"], ["--master-weights"], ["--config", "x"], ["--max-shard-size", "1GB"]])
-def test_what_is_for_hugging_face_only(option: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "forms"),
+    [
+        (["--optimizer"], "hf"),
+        (["--master-weights"], "hf and peft"),
+        (["--config", "x"], "hf and peft"),
+        (["--max-shard-size", "1GB"], "hf"),
+    ],
+)
+def test_what_is_for_hugging_face_only(
+    option: list[str], forms: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["convert", str(checkpoint), "--to", "fc", str(tmp_path / "model"), *option]) == 2
-    assert f"{option[0]} is for --to hf" in capsys.readouterr().err
+    assert f"{option[0]} is for --to {forms}; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
