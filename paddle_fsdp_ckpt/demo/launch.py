@@ -47,16 +47,27 @@ def _follow(job: Job, processes: list[subprocess.Popen[bytes]], reader: EventRea
         for event in reader.new():
             heard = time.monotonic()
             on_event(event)
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            raise JobFailedError(
-                "\n".join(f"{job.title}: rank {rank} ended with status {codes[rank]}:\n{_log_end(job.log(rank))}" for rank in failed)
-            )
+        if any(codes):
+            raise JobFailedError(_describe_failure(job, _last_codes(processes)))
         if all(code == 0 for code in codes):
             return
         if time.monotonic() - heard > _SILENCE_SECONDS:
             raise JobFailedError(f"{job.title}: nothing happened for {_SILENCE_SECONDS:.0f} s; rank 0 said last:\n{_log_end(job.log(0))}")
         time.sleep(_POLL_SECONDS)
+
+
+def _last_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Return the exit codes once all have ended, or after some seconds: the rank whose failure the others heard of may end last."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return codes
+
+
+def _describe_failure(job: Job, codes: list[int | None]) -> str:
+    return "\n".join(
+        f"{job.title}: rank {rank} ended with status {code}:\n{_log_end(job.log(rank))}" for rank, code in enumerate(codes) if code
+    )
 
 
 @contextmanager

@@ -26,6 +26,17 @@ if job["title"] == "fails" and rank == 1:
     while not (directory / "environment0").exists():
         time.sleep(0.01)
     sys.exit("out of luck")
+if job["title"] == "passes it on":
+    if rank == 0:
+        sys.exit("rank 1 failed")
+    while not (directory / "environment0").exists():
+        time.sleep(0.01)
+    try:
+        while True:
+            os.kill(int((directory / "pid0").read_text()), 0)
+            time.sleep(0.01)
+    except ProcessLookupError:  # whoever started both has seen it end
+        sys.exit("out of luck")
 if job["title"] in ("fails", "hangs"):
     print("waiting for nothing", flush=True)
     time.sleep(600)
@@ -91,6 +102,12 @@ def test_a_failing_rank_ends_the_others_and_its_log_is_shown(job: Job) -> None:
     with pytest.raises(launch.JobFailedError, match=r"fails: rank 1 ended with status 1:\n  \| out of luck"):
         launch.run(failing, lambda event: None)
     assert _running(failing) == []
+
+
+def test_of_several_that_fail_all_logs_are_shown(job: Job) -> None:
+    failing = dataclasses.replace(job, title="passes it on")
+    with pytest.raises(launch.JobFailedError, match=r"(?s)rank 0 ended with status 1:\n  \| rank 1 failed\n.*rank 1 ended.*out of luck"):
+        launch.run(failing, lambda event: None)
 
 
 def test_silence_is_a_failure(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
