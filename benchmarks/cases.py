@@ -126,8 +126,10 @@ def background(bench: Bench, case: str, size: Size) -> None:
         two = _Jobs(bench, stack, size, 2)
         two.paddle.call(paddle_side.open_manager, bench.fresh("manager"))
         steps = iter(range(1, 1000))
+        nbytes = two.nbytes // 2
         contenders: dict[str, Callable[[], list[Measurement]]] = {
-            "one copy": lambda: two.paddle.call(plain.copy, two.nbytes // 2),
+            "one copy": lambda: two.paddle.call(plain.copy, nbytes),
+            "one copy, a tensor at a time": lambda: two.paddle.call(plain.copy, nbytes, size.keys),
             OURS: lambda: two.paddle.call(paddle_side.background_save, next(steps)),
         }
         if two.torch is not None:
@@ -135,7 +137,8 @@ def background(bench: Bench, case: str, size: Size) -> None:
             contenders[DCP] = lambda: job.call(_torch_side().background_save, bench.fresh("dcp-background"))
             contenders[DCP] = _then(contenders[DCP], lambda: job.call(_torch_side().wait_for_background))
         contenders[OURS] = _then(contenders[OURS], lambda: two.paddle.call(paddle_side.wait_for_background))
-        bench.compare(case, "first, training waits", two.nbytes, contenders, 1)
+        into_new = {"one copy, into new memory": lambda: two.paddle.call(plain.copy_into_new_memory, nbytes)}
+        bench.compare(case, "first, training waits", two.nbytes, contenders | into_new, 1)
         bench.compare(case, "later, training waits", two.nbytes, contenders)
 
 

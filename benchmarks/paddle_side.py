@@ -61,6 +61,8 @@ def stock_save(path: str, safetensors: bool) -> Measurement:
 
     def call() -> None:
         dist.save_state_dict(_state(), path, safetensors=safetensors)
+        if dist.get_world_size() > 1:
+            dist.barrier()  # it waits for nobody, and what another rank still writes has a name that goes
         if dist.get_rank() == 0:
             plain.sync(path)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .measure import Measurement, measure
 
 _memory = np.empty(0, np.uint8)
+_kept: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
 
 
 def _buffer(nbytes: int) -> memoryview:
@@ -57,10 +60,22 @@ def read(paths: list[str], world_size: int) -> Measurement:
     return measure(call)
 
 
-def copy(nbytes: int) -> Measurement:
-    """Copy so many bytes from memory to memory."""
+def copy(nbytes: int, times: int = 1) -> Measurement:
+    """Copy so many bytes from memory to memory, an equal part at a time."""
     data = np.frombuffer(_buffer(2 * nbytes), np.uint8)
-    return measure(lambda: np.copyto(data[nbytes:], data[:nbytes]))
+    borders = [nbytes * number // times for number in range(times + 1)]
+
+    def call() -> None:
+        for start, stop in itertools.pairwise(borders):
+            np.copyto(data[nbytes + start : nbytes + stop], data[start:stop])
+
+    return measure(call)
+
+
+def copy_into_new_memory(nbytes: int) -> Measurement:
+    """Copy so many bytes into memory that the process gets for it, and keeps."""
+    data = np.frombuffer(_buffer(2 * nbytes), np.uint8)[:nbytes]
+    return measure(lambda: _kept.append(data.copy()))
 
 
 def sync(directory: str) -> None:

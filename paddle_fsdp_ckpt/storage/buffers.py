@@ -11,6 +11,9 @@ _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _SMALL_NBYTES = 32 << 10
 _TOGETHER_NBYTES = 1 << 20
 
+CACHED_NBYTES = 256 << 10
+"""What a processor core still has in a cache of its own right after it was copied, so that to digest it then takes little time."""
+
 
 def as_bytes(buffer: object, key: str, what: str = "'{}'") -> memoryview:
     """Return the memory behind ``buffer`` as a 1-D view of bytes, without a copy; ``what`` and the key in it name it for the messages.

@@ -31,9 +31,14 @@ def digest(data: bytes | memoryview) -> str:
     return xxh3_64_hexdigest(data)
 
 
+def new_digest() -> xxh3_64:
+    """Return what takes bytes by ``update``, and gives the digest of all of them by ``hexdigest``."""
+    return xxh3_64()
+
+
 def digest_of_parts(parts: Iterable[memoryview]) -> str:
     """Return the digest of bytes that lie in several places, in this order."""
-    state = xxh3_64()
+    state = new_digest()
     for part in parts:
         state.update(part)
     return state.hexdigest()
@@ -63,7 +68,7 @@ class Digester:
 
     def __init__(self, header_nbytes: int) -> None:
         self._digests: list[str] = []
-        self._state = xxh3_64()
+        self._state = new_digest()
         self._missing = header_nbytes or CHUNK_NBYTES
 
     def update(self, data: memoryview) -> None:

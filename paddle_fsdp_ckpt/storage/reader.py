@@ -13,8 +13,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError
-from .buffers import as_bytes, read_all
-from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, digest_of_parts
+from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
+from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, open_rank_file
 from .plan import Duplicate, ReadPlan
@@ -22,7 +22,7 @@ from .plan import Duplicate, ReadPlan
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
 _READERS = 2
-_CHUNKS_AT_A_TIME = 64
+_CHUNKS_A_READER = 16  # many, since to change threads costs more than to read a chunk
 UNCHANGED = "nothing was changed"
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
 """What a failure while reading leaves behind, in words."""
@@ -192,35 +192,42 @@ def _read_chunks(
     check_digests: bool = True,
     on_read: Callable[[int], None] | None = None,
 ) -> None:
-    """Read chunks of one file, a few at a time: while one is digested, the system copies the next."""
+    """Read chunks of one file, in a few threads; each digests bytes while its processor still has them at hand."""
     descriptor = open_rank_file(index.path, index.files[file])
     free: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(_READERS):
         free.put(memoryview(bytearray(CHUNK_NBYTES)))
 
-    def read_one(read: _ChunkRead) -> None:
+    def read_some(some: list[_ChunkRead]) -> int:
         scratch = free.get()
         try:
-            _read_chunk(descriptor, index, file, read, scratch, consequence, check_digests)
+            for read in some:
+                _read_chunk(descriptor, index, file, read, scratch, consequence, check_digests)
         finally:
             free.put(scratch)
+        return sum(read.chunk.stop - read.chunk.start for read in some)
 
     try:
         with ThreadPoolExecutor(_READERS) as pool:
-            rest = iter(reads)
+            parts = _in_lists(reads, _CHUNKS_A_READER)
             # Not all at once, so that after an error little more is read.
-            while batch := list(itertools.islice(rest, _CHUNKS_AT_A_TIME)):
-                done: Iterator[None]
+            while batch := list(itertools.islice(parts, 2 * _READERS)):
+                done: Iterator[int]
                 try:
-                    done = pool.map(read_one, batch)
+                    done = pool.map(read_some, batch)
                 except RuntimeError:  # Python 3.12 makes no more threads while the process ends
-                    done = map(read_one, batch)
-                for _ in done:
-                    pass
-                if on_read is not None:
-                    on_read(sum(one.chunk.stop - one.chunk.start for one in batch))
+                    done = map(read_some, batch)
+                for nbytes in done:
+                    if on_read is not None:
+                        on_read(nbytes)
     finally:
         os.close(descriptor)
+
+
+def _in_lists(reads: Iterable[_ChunkRead], length: int) -> Iterator[list[_ChunkRead]]:
+    rest = iter(reads)
+    while part := list(itertools.islice(rest, length)):
+        yield part
 
 
 def _layers(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
@@ -275,13 +282,21 @@ def _read_chunk(
 ) -> None:
     record = index.files[file]
     number, start, stop = read.chunk
-    buffers = _fill(read.chunk, read.wanted, scratch)
-    end = start + read_all(descriptor, buffers, start)
-    if end < stop:
-        raise CorruptCheckpointError(
-            f"'{index.path / record.name}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
-        )
-    if check_digests and record.digests and digest_of_parts(buffers) != record.digest(number):
+    is_checked = check_digests and bool(record.digests)
+    state = new_digest()
+    end = start
+    for group in in_groups(_fill(read.chunk, read.wanted, scratch), CACHED_NBYTES if is_checked else CHUNK_NBYTES):
+        nbytes = sum(map(len, group))
+        count = read_all(descriptor, group, end)
+        end += count
+        if count < nbytes:
+            raise CorruptCheckpointError(
+                f"'{index.path / record.name}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
+            )
+        if is_checked:
+            for buffer in group:
+                state.update(buffer)
+    if is_checked and state.hexdigest() != record.digest(number):
         raise CorruptCheckpointError(
             f"'{index.path / record.name}' is damaged between bytes {start} and {stop}, at or near key '{read.key}': they are not those "
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..pieces import Piece, check_piece
-from .buffers import as_bytes, in_groups, together, write_group
+from .buffers import CACHED_NBYTES, as_bytes, in_groups, together, write_group
 from .digests import CHUNK_NBYTES, Digester
 from .format import DTYPE_NBYTES, FileRecord
 from .header import HeaderPart, encode_header, encode_part, in_file_order
-
-_GROUP_NBYTES = 16 << 20
-"""What is written by one system call."""
+from .writeback import Writeback
 
 
 def estimate_nbytes(pieces: Iterable[Piece]) -> int:
@@ -131,12 +128,13 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            with ThreadPoolExecutor(1) as beside:
-                for group in in_groups(together(buffers), _GROUP_NBYTES):
-                    # Digesting and writing both let go of Python's lock.
-                    wait = _begin_to_digest(beside, digester, group)
-                    write_group(descriptor, group)
-                    wait()
+            writeback = Writeback(descriptor)
+            for group in in_groups(together(buffers), CACHED_NBYTES):
+                write_group(descriptor, group)
+                # Now, while the processor still has these bytes at hand.
+                for buffer in group:
+                    digester.update(buffer)
+                writeback.advance(sum(map(len, group)))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -146,17 +144,3 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
             error.filename = error.filename or str(path)
         raise
     return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
-
-
-def _begin_to_digest(beside: ThreadPoolExecutor, digester: Digester, group: Sequence[memoryview]) -> Callable[[], None]:
-    """Digest in another thread, and return what waits for it."""
-    try:
-        return beside.submit(_digest, digester, group).result
-    except RuntimeError:  # Python 3.12 makes no more threads while the process ends, which saves in the background may outlive
-        _digest(digester, group)
-        return lambda: None
-
-
-def _digest(digester: Digester, group: Sequence[memoryview]) -> None:
-    for buffer in group:
-        digester.update(buffer)
