@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .huggingface_loading import load_huggingface
     from .loading import LoadReport, load
     from .manager import CheckpointEvent, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepNewestOfEach, RestoreReport
-    from .optim import bind_grad_scaler, bind_optimizer, register_optimizer, repair_paddle_runtime, split_weight_decay
+    from .optim import bind_grad_scaler, bind_optimizer, clip_grad_norm_, register_optimizer, repair_paddle_runtime, split_weight_decay
     from .requirements import PaddleRequiredError
     from .saving import save
     from .scatter import load_full_state_dict
@@ -66,6 +66,7 @@ __all__ = [
     "__version__",
     "bind_grad_scaler",
     "bind_optimizer",
+    "clip_grad_norm_",
     "drop_submodules",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -111,6 +112,7 @@ _MODULES = {
     "UnsupportedOptimizerError": "errors",
     "bind_grad_scaler": "optim",
     "bind_optimizer": "optim",
+    "clip_grad_norm_": "optim",
     "drop_submodules": "training",
     "fully_shard": "training",
     "load_full_state_dict": "scatter",

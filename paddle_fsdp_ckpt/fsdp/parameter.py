@@ -62,8 +62,8 @@ class ShardedParameter(EagerParamBase):
         """
         if sys._getframe(1).f_globals.get("__name__") == "paddle.nn.utils.clip_grad_norm_":
             raise ShardingError(
-                "clip_grad_norm_ would take the norm of this rank's pieces for that of the whole gradient; give the optimizer "
-                "grad_clip=paddle.nn.ClipGradByGlobalNorm(...)"
+                "Paddle's clip_grad_norm_ would take the norm of this rank's pieces for that of the whole gradient; call "
+                "paddle_fsdp_ckpt.clip_grad_norm_, or give the optimizer grad_clip=paddle.nn.ClipGradByGlobalNorm(...)"
             )
         return self._shard.gradient()
 

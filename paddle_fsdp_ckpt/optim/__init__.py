@@ -13,6 +13,7 @@ from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of, register_opti
 from .fused_decay import split_weight_decay
 from .fused_others import let_masters_follow
 from .fused_repair import PaddleRepair, repair_paddle_runtime
+from .gradient_norm import clip_grad_norm_
 from .hyperparameters import describe_hyperparameters, differences
 from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler
 from .parameters import SteppedParameter, WholeParameter, optimizer_list, parameter_groups, whole_parameters
@@ -42,6 +43,7 @@ __all__ = [
     "check_bound",
     "check_is_optimizer",
     "check_optimizer",
+    "clip_grad_norm_",
     "create_states",
     "describe_grad_scaler",
     "describe_hyperparameters",

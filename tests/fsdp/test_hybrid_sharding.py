@@ -18,6 +18,7 @@ Ranks = Callable[[int], RankPool]
         "attention_blocks",
         "experts_missed_by_a_rank",
         "generator_and_discriminator",
+        "gradients_clipped_by_hand",
         "optimizer_clip_by_global_norm",
         "optimizer_groups",
         "parameters_smaller_than_the_world",

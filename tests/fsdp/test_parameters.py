@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from paddle import nn
 from training_models import Net, Odd
 from training_runs import Run, compare, language_loss
 
-from paddle_fsdp_ckpt import errors
+from paddle_fsdp_ckpt import clip_grad_norm_, errors
 from paddle_fsdp_ckpt.errors import ShardingError
 from paddle_fsdp_ckpt.fsdp import local_parameters, runtime_of
 from paddle_fsdp_ckpt.training import fully_shard
@@ -363,3 +364,34 @@ def clip_by_utilities() -> tuple[str, float]:
 def test_clipping_by_a_norm_of_pieces_is_refused(ranks: Ranks) -> None:
     for _, largest in ranks(2).run(clip_by_utilities):
         assert largest == pytest.approx(1e-3)
+
+
+def clip_what_can_not_be() -> tuple[list[str], list[bool]]:
+    """Ask our own clip for what it refuses; and whether a norm that is no number stays so, though only one rank has the element."""
+    model = sharded_net()
+    language_loss(Run(True), model, 0).backward()
+    texts = []
+    for parameters, norm_type in ((nn.Linear(2, 2).parameters(), 2), ([], 2), (model, 0), (model, -1)):
+        with pytest.raises((ShardingError, ValueError)) as caught:
+            clip_grad_norm_(parameters, 1.0, norm_type)
+        texts.append(str(caught.value))
+    last = model.parameters()[-1]
+    if last.grad is not None and this_rank().rank == this_rank().world_size - 1:
+        last.grad.multiply_(paddle.to_tensor(math.nan))
+    before = [p.grad.numpy().copy() for p in model.parameters() if p.grad is not None]
+    found = [math.isnan(clip_grad_norm_(model, 1.0, math.inf, error_if_nonfinite=False).item())]
+    for gradient, value in zip([p.grad for p in model.parameters() if p.grad is not None], before, strict=True):
+        paddle.assign(paddle.to_tensor(value), gradient)
+    with pytest.raises(errors.CheckpointError, match="the norm of the gradients is nan; nothing was clipped"):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    after = [p.grad.numpy() for p in model.parameters() if p.grad is not None]
+    return texts, [*found, all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True))]
+
+
+def test_what_our_own_clip_refuses(ranks: Ranks) -> None:
+    for texts, found in ranks(2).run(clip_what_can_not_be):
+        assert "is no parameter that fully_shard of this package sharded" in texts[0]
+        assert "no parameters were given" in texts[1]
+        assert "norm_type is 0" in texts[2]
+        assert "norm_type is -1" in texts[3]
+        assert all(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ from training_models import (
     WithSideOutputs,
 )
 from training_runs import VOCABULARY, Run, Scenario, language_loss
+
+from paddle_fsdp_ckpt import clip_grad_norm_
 
 SCENARIOS: dict[str, Scenario] = {}
 
@@ -627,6 +630,23 @@ def clip_set_later(run: Run) -> None:
         optimizer._grad_clip = clip
         run.train(model, optimizer, 1, first=step)
         assert optimizer._grad_clip is clip
+
+
+@scenario
+def gradients_clipped_by_hand(run: Run) -> None:
+    """The norm, and the gradients clipped by it, are those of Paddle's own function on whole gradients."""
+    model = Net(2, tied="matmul")
+    optimizer = run.start(model, sgd)
+    clip = clip_grad_norm_ if run.sharded else nn.utils.clip_grad_norm_
+    for step, (norm_type, most) in enumerate([(2, 0.1), (1, 0.5), (math.inf, 0.01), (2.0, math.inf), (2, 1e3)]):
+        loss = language_loss(run, model, step)
+        loss.backward()
+        run.log(loss)
+        run.losses.append(clip(model.parameters(), most, norm_type).item())
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad()
+    run.note_weights(model)
 
 
 # More kinds of layers.

@@ -1,0 +1,92 @@
+"""The norm of all gradients of sharded models, and clipping by it between backward and step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import paddle
+from paddle import nn
+
+from ..errors import CheckpointError, ShardingError
+from ..fsdp import ParameterShard, Runtime, ShardedParameter
+
+
+def clip_grad_norm_(
+    parameters: nn.Layer | paddle.Tensor | Iterable[paddle.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> paddle.Tensor:
+    """Scale the gradients of a sharded model in place, so that their norm is at most ``max_norm``.
+
+    As ``paddle.nn.utils.clip_grad_norm_`` does it of whole gradients. A collective operation: every rank must call it, between backward and
+    step, with the same parameters. Scaled losses are unscaled before, by ``scaler.unscale_(opt)``. ``max_norm=math.inf`` only measures.
+
+    Args:
+        parameters: a model that our ``fully_shard`` sharded, or parameters of such models. Those without gradient don't count.
+        max_norm: at most this.
+        norm_type: p of the p-norm, above 0, or ``math.inf``.
+        error_if_nonfinite: whether a norm that is infinite or no number is an error; else gradients are scaled by it.
+
+    Returns:
+        The norm of all gradients before, as one vector: float32 (float64 where a parameter is), shape [], the same on every rank.
+
+    Raises:
+        ShardingError: a parameter that our runtime didn't shard, or none at all.
+        CheckpointError: the norm is not finite, and shall be. Nothing was changed.
+        ValueError: a ``norm_type`` of 0 or below.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type!r}; give a number above 0, or math.inf")
+    shards = _shards_of(parameters)
+    if not shards:
+        raise ShardingError("clip_grad_norm_: no parameters were given; give the model, or model.parameters()")
+    gradients = [gradient for gradient in (shard.gradient() for shard in shards) if gradient is not None]
+    with paddle.no_grad():
+        norm = _norm(shards, norm_type)
+        if error_if_nonfinite and not math.isfinite(norm.item()):
+            raise CheckpointError(
+                f"clip_grad_norm_: the norm of the gradients is {norm.item()}; nothing was clipped. See which loss is not finite, or let "
+                "error_if_nonfinite be False"
+            )
+        factor = paddle.clip(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.multiply_(factor.astype(gradient.dtype))
+    return norm
+
+
+def _shards_of(parameters: nn.Layer | paddle.Tensor | Iterable[paddle.Tensor]) -> list[ParameterShard]:
+    """Return each shard once, in the order that is given."""
+    if isinstance(parameters, nn.Layer):
+        parameters = parameters.parameters()
+    shards: dict[int, ParameterShard] = {}
+    for one in [parameters] if isinstance(parameters, paddle.Tensor) else parameters:
+        if not isinstance(one, ShardedParameter):
+            raise ShardingError(
+                f"clip_grad_norm_: '{getattr(one, 'name', one)}' is no parameter that fully_shard of this package sharded; for "
+                "others there are paddle.nn.utils.clip_grad_norm_, and grad_clip= of the optimizer"
+            )
+        shards.setdefault(id(one._shard), one._shard)
+    return list(shards.values())
+
+
+def _norm(shards: Sequence[ParameterShard], norm_type: float) -> paddle.Tensor:
+    runtimes: dict[int, Runtime] = {id(shard.unit.runtime): shard.unit.runtime for shard in shards}
+    dtype = "float64" if any(shard.buffer.layout.dtype == "float64" for shard in shards) else "float32"
+    # One sum, or largest value, a parameter, so that the result doesn't depend on how the ranks' pieces are cut into buffers.
+    parts = {key: paddle.zeros([len(runtime.shards)], dtype=dtype) for key, runtime in runtimes.items()}
+    for shard in shards:
+        gradient = shard.gradient()
+        if gradient is not None:
+            sizes = gradient.astype(dtype).abs()
+            parts[id(shard.unit.runtime)][shard.index] = _largest(sizes) if norm_type == math.inf else sizes.pow(norm_type).sum()
+    if norm_type == math.inf:
+        return _largest(paddle.concat([runtime.communicator.all_gather(parts[key]) for key, runtime in runtimes.items()]))
+    sums = [runtime.communicator.sum_over_shards(parts[key]).sum() for key, runtime in runtimes.items()]
+    return paddle.add_n(sums).pow(1.0 / norm_type)
+
+
+def _largest(sizes: paddle.Tensor) -> paddle.Tensor:
+    # Neither Paddle's max nor gloo's is sure to keep what is no number.
+    return paddle.where(sizes.isnan().any(), paddle.full([], math.nan, sizes.dtype), sizes.max())
