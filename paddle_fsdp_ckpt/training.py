@@ -35,7 +35,8 @@ def fully_shard(
     are not sharded: each rank has its own, and the statistics are averaged over the ranks at each step.
 
     Args:
-        model: parameters of dtype float32, float64, float16 or bfloat16.
+        model: parameters of dtype float32, float64, float16 or bfloat16. Those made under ``paddle.LazyGuard`` get their initial values
+            here, flat buffer by flat buffer, so that no rank ever holds the whole model, but its shards and twice a flat buffer.
         optimizer: the optimizer (or a list of them) that steps this model; left out, call ``bind_optimizer`` before the
             first backward; None means that you step the model yourself, see ``local_parameters``.
         group: the ranks to shard over; by default fleet's sharding group, else all ranks. Without an initialised process group, one rank.

@@ -10,7 +10,7 @@ from ..layout import ITEM_SIZES, FlatBuffer, Slot
 from .communication import Communicator, StartedCollective
 from .parameter_shard import ParameterShard
 from .saved_weights import SAVED_WEIGHTS
-from .tensors import flat_view
+from .tensors import flat_view, initialize_if_lazy
 
 if TYPE_CHECKING:
     from paddle.base.framework import EagerParamBase
@@ -46,6 +46,8 @@ class LiveBuffer:
         with paddle.no_grad():
             whole = paddle.zeros([self.layout.numel], dtype=self.layout.dtype)
             for slot, parameter in zip(self.layout.slots, parameters, strict=True):
+                # On every rank, so that their random number generators stay alike.
+                initialize_if_lazy(parameter)
                 paddle.assign(parameter.detach().reshape([-1]), flat_view(whole, slot.range))
             self.communicator.broadcast(whole)
             mine = self.layout.shard(self.communicator.rank)

@@ -16,7 +16,7 @@ from .hooks import ModelHooks
 from .live_buffer import LiveBuffer
 from .parameter import MAIN_GRAD, ShardedParameter
 from .runtime import RUNTIME_ATTRIBUTE, GradientReduction, Runtime, runtime_of
-from .tensors import dtype_name
+from .tensors import dtype_name, initialize_if_lazy, is_lazy
 from .topology import open_communicator
 from .unit import Unit
 from .units import ModelPlan, NamedParameter, UnitPlan, check_names, join, named_buffers, named_parameters, plan_units, walk
@@ -116,6 +116,7 @@ def _shard(model: nn.Layer, plan: ModelPlan, runtime: Runtime) -> Runtime:
                 member.parameter._shard = shard
             index += len(members)
     for _, buffer_tensor in named_buffers(model):
+        initialize_if_lazy(buffer_tensor)
         communicator.broadcast(buffer_tensor)
         if isinstance(buffer_tensor, EagerParamBase):
             buffer_tensor._stays_whole = True
@@ -187,9 +188,12 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
     unknown = [f"{named.names[0]} ({dtype_name(named.parameter)})" for named in parameters if dtype_name(named.parameter) not in ITEM_SIZES]
     if unknown:
         raise ShardingError(f"parameters can be {', '.join(ITEM_SIZES)}; not so: {listing(unknown)}")
-    empty = [named.names[0] for named in parameters if 0 in named.parameter.shape or not named.parameter._is_initialized()]
+    empty = [named.names[0] for named in parameters if 0 in named.parameter.shape]
     if empty:
-        raise ShardingError(f"parameters without elements, or not initialised: {listing(empty)}")
+        raise ShardingError(f"parameters without elements: {listing(empty)}")
+    lost = [named.names[0] for named in parameters if not named.parameter._is_initialized() and not is_lazy(named.parameter)]
+    if lost:
+        raise ShardingError(f"parameters without values: {listing(lost)}; give them values first, by set_value")
     started = [named.names[0] for named in parameters if named.parameter.grad is not None and bool(named.parameter.grad.any().item())]
     if started:
         raise ShardingError(f"parameters have gradients, which would be lost: {listing(started)}; step and call clear_grad() first")
@@ -213,7 +217,7 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
 
 def _check_storage(model: nn.Layer, parameters: Sequence[NamedParameter]) -> None:
     """Refuse tensors that share a parameter's memory: they would stop following it."""
-    tensors = [(named.parameter, named.names[0], True) for named in parameters]
+    tensors = [(named.parameter, named.names[0], True) for named in parameters if named.parameter._is_initialized()]
     tensors += [(tensor, name, False) for name, tensor in _other_tensors(model, parameters)]
     places = sorted(
         (int(one.data_ptr()), int(one.size) * int(one.element_size()), name, is_parameter) for one, name, is_parameter in tensors

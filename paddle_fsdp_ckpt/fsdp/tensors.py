@@ -21,6 +21,17 @@ def _name_of(dtype: paddle.dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+def initialize_if_lazy(tensor: paddle.Tensor) -> None:
+    """Give a parameter, or a buffer that is one, its initial values where it was made under ``paddle.LazyGuard`` and has none yet."""
+    if is_lazy(tensor):
+        tensor.initialize()
+
+
+def is_lazy(tensor: paddle.Tensor) -> bool:
+    """Tell whether a tensor was made under ``paddle.LazyGuard``, and has no values yet."""
+    return not tensor._is_initialized() and getattr(tensor, "_init_func", None) is not None
+
+
 def flat_view(flat: paddle.Tensor, wanted: Range) -> paddle.Tensor:
     """Return a 1-D view of ``flat``; of shape [0] for an empty range."""
     if wanted.numel:
