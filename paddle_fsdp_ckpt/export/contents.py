@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..errors import CorruptCheckpointError
 from ..storage.index import CheckpointIndex
 
 MASTER_WEIGHT = "w_0"
@@ -51,18 +48,3 @@ def contents_of(index: CheckpointIndex) -> Contents:
         # A tied parameter has its states under the first of its names.
         masters |= {name: masters[names[0]] for name in names if names[0] in masters and name not in masters}
     return Contents(tuple(model), states, masters, tied)
-
-
-@contextmanager
-def reading_optimizers(index: CheckpointIndex) -> Iterator[None]:
-    """Say what is wrong where the block finds that a manifest doesn't describe its optimizers as ``save`` does.
-
-    Raises:
-        CorruptCheckpointError: instead of what the block raises.
-    """
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(
-            f"the manifest of '{index.path}' doesn't describe its optimizers as save does ({error!r}); use another checkpoint"
-        ) from error

@@ -245,13 +245,12 @@ def _setting_differences(one: dict[str, dict[str, JsonValue]], other: dict[str, 
 
 
 def _settings(optimizers: JsonValue) -> dict[str, dict[str, JsonValue]]:
-    """Return each parameter's optimizer, its settings and its learning rate, as far as the manifest says them."""
+    """Return each parameter's optimizer, its settings and its learning rate."""
     found: dict[str, dict[str, JsonValue]] = {}
-    for one in optimizers if isinstance(optimizers, list) else ():
-        fields = one if isinstance(one, dict) else {}
-        for group in fields.get("groups", ()):
-            settings = {_OPTIMIZER: fields.get("class"), "learning rate": fields.get("learning_rate"), **(group.get("settings") or {})}
-            found |= dict.fromkeys(group.get("parameters", ()), settings)
+    for one in optimizers:
+        for group in one["groups"]:
+            settings = {_OPTIMIZER: one["class"], "learning rate": one["learning_rate"], **group["settings"]}
+            found |= dict.fromkeys(group["parameters"], settings)
     return found
 
 

@@ -290,12 +290,9 @@ def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
         yield Amount(kind, dtype, keys[kind, dtype], count, count * DTYPE_NBYTES[dtype])
 
 
-def _optimizer(value: JsonValue) -> Optimizer:
-    """Return what a manifest says of an optimizer, as far as it says it."""
-    fields = value if isinstance(value, dict) else {}
-    groups = [one for one in fields.get("groups", ()) if isinstance(one, dict)]
-    described = tuple(Group(len(one.get("parameters", ())), one.get("settings")) for one in groups)
-    return Optimizer(str(fields.get("class")), described, fields.get("learning_rate"))
+def _optimizer(described: JsonValue) -> Optimizer:
+    groups = tuple(Group(len(one["parameters"]), one["settings"]) for one in described["groups"])
+    return Optimizer(described["class"], groups, described["learning_rate"])
 
 
 def _describe(index: CheckpointIndex, key: str, kind: str, statistics: Statistics | None) -> KeyDescription:

@@ -169,14 +169,14 @@ def _description(index: CheckpointIndex, tensors: OptimizerTensors) -> JsonValue
         "step": None if manifest is None else manifest.step,
         "optimizers": [
             {
-                "class": one.get("class"),
-                "learning_rate": one.get("learning_rate"),
+                "class": one["class"],
+                "learning_rate": one["learning_rate"],
                 "groups": [
                     {
-                        "parameters": [name for parameter in group.get("parameters", ()) for name in tensors.names.get(parameter, ())],
-                        "settings": group.get("settings"),
+                        "parameters": [name for parameter in group["parameters"] for name in tensors.names.get(parameter, ())],
+                        "settings": group["settings"],
                     }
-                    for group in one.get("groups", ())
+                    for group in one["groups"]
                 ],
             }
             for one in described

@@ -21,7 +21,7 @@ from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.read_lock import while_reading
 from .config import ModelConfig, read_config
-from .contents import contents_of, reading_optimizers
+from .contents import contents_of
 from .huggingface import ExportReport
 from .lora import Adapter, find_adapters, fits_recipe, is_lora_key, unwrapped, weight_names
 from .new_directory import new_directory
@@ -130,9 +130,8 @@ def _trained_besides(index: CheckpointIndex) -> list[str]:
     others = [key for key in contents_of(index).model if not is_lora_key(key)]
     if manifest is None or not manifest.optimizers:
         return others if manifest is not None and manifest.base is not None else []
-    with reading_optimizers(index):
-        held = {name for one in manifest.optimizers for group in one["groups"] for name in group["parameters"]}
-        untouched = {name for one in manifest.optimizers for name in one["without_gradient"]} if manifest.base is None else set()
+    held = {name for one in manifest.optimizers for group in one["groups"] for name in group["parameters"]}
+    untouched = {name for one in manifest.optimizers for name in one["without_gradient"]} if manifest.base is None else set()
     return [key for key in others if key in held - untouched]
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 
 from ..storage.format import JsonValue, Manifest
 from ..storage.index import CheckpointIndex
-from .contents import contents_of, reading_optimizers
+from .contents import contents_of
 
 Rename: TypeAlias = "Callable[[str], str | None]"
 """Name -> its new one, or None where what it names is left out."""
@@ -24,9 +24,6 @@ def renamed(index: CheckpointIndex, rename: Rename) -> CheckpointIndex:
     Args:
         index: of the checkpoint.
         rename: gives no two keys one name.
-
-    Raises:
-        CorruptCheckpointError: the manifest doesn't describe its optimizers as ``save`` does.
     """
     contents = contents_of(index)
     first: dict[str, str | None] = {}
@@ -51,8 +48,7 @@ def renamed(index: CheckpointIndex, rename: Rename) -> CheckpointIndex:
 
     new = {key: name for key in index.stored if (name := of_key(key)) is not None}
     manifest = index.manifest
-    with reading_optimizers(index):
-        new_manifest = None if manifest is None else _renamed_manifest(manifest, tuple(tied), rename, of_parameter)
+    new_manifest = None if manifest is None else _renamed_manifest(manifest, tuple(tied), rename, of_parameter)
     return replace(
         index,
         manifest=new_manifest,

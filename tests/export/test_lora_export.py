@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.numpy import load_file
 from test_huggingface import assert_equal, read_model, write_config
 
 from paddle_fsdp_ckpt.cli.main import main
-from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, MismatchError
+from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.peft import export_peft
 from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest
@@ -133,11 +132,6 @@ def test_what_trained_besides_is_found_under_any_name(tmp_path: Path, ranks: Ran
     ranks(1).run(lora_models.save_trained_head, str(tmp_path))
     for source, model_name in (("wrapped", None), ("several", "actor")):
         with pytest.raises(MismatchError, match=r"more that trained than LoRA layers.*: lm_head\.weight; export"):
-            export_peft(tmp_path / source, tmp_path / "out", recipe="qwen3", model_name=model_name)
-        path = tmp_path / source / MANIFEST_NAME
-        manifest = Manifest.from_json(path.read_text())
-        path.write_text(replace(manifest, optimizers=[{"class": "AdamW", "groups": [{}]}]).to_json())
-        with pytest.raises(CorruptCheckpointError, match="doesn't describe its optimizers as save does"):
             export_peft(tmp_path / source, tmp_path / "out", recipe="qwen3", model_name=model_name)
     assert not (tmp_path / "out").exists()
 

@@ -38,7 +38,9 @@ def cut(
 
 def make_manifest(records: Sequence[FileRecord], step: int | None = 7) -> Manifest:
     versions = {"paddle": "3.3.1", "paddle_fsdp_ckpt": "0.1.0"}
-    return Manifest(step, len(records), utc_now(), versions, [{"class": "AdamW", "lr": 0.1}], {"epoch": 3}, tuple(records))
+    group = {"parameters": ["w"], "settings": {"beta1": 0.9}}
+    optimizer = {"class": "AdamW", "groups": [group], "without_gradient": [], "learning_rate": {"value": 0.1}}
+    return Manifest(step, len(records), utc_now(), versions, [optimizer], {"epoch": 3}, tuple(records))
 
 
 def reseal(fields: dict[str, Any]) -> str:

@@ -257,7 +257,7 @@ def test_a_file_that_arrived_shorter_than_it_was_written_is_noticed(tmp_path: Pa
 
 def test_extra_state_that_json_cannot_hold_fails_all(tmp_path: Path) -> None:
     def build(records: Sequence[FileRecord]) -> Manifest:
-        return Manifest(1, len(records), make_manifest(records).created, {}, None, {"betas": (0.9, 0.95)}, tuple(records))
+        return Manifest(1, len(records), make_manifest(records).created, {}, [], {"betas": (0.9, 0.95)}, tuple(records))
 
     for result in run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", build_manifest=build)):
         assert "extra_state['betas'] is a tuple" in str(result)

@@ -56,6 +56,8 @@ def test_a_damaged_text_can_be_read_for_what_it_may_be_worth(manifest: Manifest)
     with pytest.raises(ValueError, match="damaged or edited"):
         Manifest.from_json(text)
     assert Manifest.from_json(text, check_seal=False).extra_state == {"epoch": 4}
+    read = Manifest.from_json(text.replace('"without_gradient"', '"without_gradienu"'), check_seal=False)
+    assert (read.extra_state, read.optimizers, read.files) == ({"epoch": 4}, [], manifest.files)
 
 
 def test_a_manifest_beyond_its_bound_is_not_written(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> None:
@@ -77,6 +79,11 @@ def test_a_manifest_beyond_its_bound_is_not_written(monkeypatch: pytest.MonkeyPa
         ("created", "2024-05-01T12:00:00"),
         ("versions", ["3.3.1"]),
         ("versions", {"paddle": 3.3}),
+        ("optimizers", None),
+        ("optimizers", ["AdamW"]),
+        ("optimizers", [{"class": "AdamW", "learning_rate": {}, "groups": [{}], "without_gradient": []}]),
+        ("optimizers", [{"class": "AdamW", "learning_rate": {}, "groups": [{"parameters": [1], "settings": {}}], "without_gradient": []}]),
+        ("optimizers", [{"class": "AdamW", "learning_rate": 0.1, "groups": [], "without_gradient": []}]),
         ("files", {}),
         ("files", [RECORDS[1].to_json(), RECORDS[0].to_json()]),
         ("files", [RECORDS[0].to_json(), RECORDS[0].to_json()]),
