@@ -60,3 +60,8 @@ def listing(items: Iterable[str]) -> str:
     shown = ", ".join(all_items[:_LISTED])
     rest = len(all_items) - _LISTED
     return f"{shown}, ... ({rest} more)" if rest > 0 else shown
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """Return a number and what it counts: "1 key", "1,024 keys"; ``several`` is ``one`` with an ``s`` unless it is given."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from ..export.difference import compare
 from ..export.inspection import inspect
 from .command import Command, Report
+from .progress import showing_progress
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -16,17 +18,21 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    report = inspect(arguments.directory, keys=arguments.keys, statistics=arguments.stats)
+    with showing_progress(sys.stderr) as progress:
+        report = inspect(arguments.directory, keys=arguments.keys, statistics=arguments.stats, progress=progress)
     return report, report.is_good
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("one", metavar="A", help="a checkpoint's directory")
     parser.add_argument("other", metavar="B", help="another's")
+    parser.add_argument("--keys", metavar="PATTERN", help="compare the keys like PATTERN, such as '*.weight', and nothing else")
+    parser.add_argument("--weights-only", action="store_true", help="compare parameters and buffers, and nothing else")
 
 
 def _diff(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    report = compare(arguments.one, arguments.other)
+    with showing_progress(sys.stderr) as progress:
+        report = compare(arguments.one, arguments.other, keys=arguments.keys, weights_only=arguments.weights_only, progress=progress)
     return report, report.is_none
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..storage.index import CheckpointIndex
+from ..storage.reserved_keys import PREFIX, is_sharded_key
 
 MASTER_WEIGHT = "w_0"
 """The last part of a master weight's key."""
+
+MODEL, MASTERS, SHARDED, TRAINER = "parameters and buffers", "master weights", "given as sharded=", "trainer state"
+"""The kinds of keys, besides those that are called as a state."""
 
 _PARAMETERS = ("weight", "bias")
 
@@ -30,11 +34,16 @@ class Contents:
 
 
 def contents_of(index: CheckpointIndex) -> Contents:
-    """Sort the keys of a checkpoint by what they are, as far as keys tell: a state's is its parameter's, a dot, and a name with ``_0``."""
+    """Sort the keys of a checkpoint by what they are, as far as keys tell: a state's is its parameter's, a dot, and a name with ``_0``.
+
+    Reserved keys are left out.
+    """
     model: list[str] = []
     states: dict[str, dict[str, str]] = {}
     masters: dict[str, str] = {}
     for key in index.stored:
+        if key.startswith(PREFIX):
+            continue
         owner, dot, state = key.rpartition(".")
         is_state = dot and state.endswith("_0") and (owner in index or owner.rpartition(".")[2] in _PARAMETERS)
         if not is_state:
@@ -48,3 +57,10 @@ def contents_of(index: CheckpointIndex) -> Contents:
         # A tied parameter has its states under the first of its names.
         masters |= {name: masters[names[0]] for name in names if names[0] in masters and name not in masters}
     return Contents(tuple(model), states, masters, tied)
+
+
+def kinds_of(index: CheckpointIndex, contents: Contents) -> dict[str, str]:
+    """Return what each key of a checkpoint is, in words: one of the kinds, or the name of a state."""
+    kinds = dict.fromkeys(contents.model, MODEL) | dict.fromkeys(contents.masters.values(), MASTERS)
+    kinds |= {key: state.removesuffix("_0") for states in contents.states.values() for state, key in states.items()}
+    return kinds | {key: SHARDED if is_sharded_key(key) else TRAINER for key in index.stored if key.startswith(PREFIX)}

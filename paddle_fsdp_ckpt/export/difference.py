@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import listing
-from ..storage.base_parameter import BaseParameter
-from ..storage.format import JsonValue
+from ..errors import IncompleteCheckpointError, counted, listing
+from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
+from .contents import MODEL, TRAINER, contents_of, kinds_of
+from .facts import FactDifference, fact_differences
 from .statistics import as_float64
 from .text import Block, BlockReport, Table
 from .values import Array, Part, check_values, iter_values, whole_piece
 
 _SHOWN = 20
-_WIDTH = 100
-_NOTHING = "-"
-_OPTIMIZER = "optimizer"
-
-
-@dataclass(frozen=True)
-class FactDifference:
-    """Something that both checkpoints say, and say differently; None where one doesn't say it."""
-
-    what: str
-    one: JsonValue
-    other: JsonValue
-    parameters: int | None = None
-
-    def rows(self) -> Iterator[list[str]]:
-        """Yield a row of cells for each value in it that differs: what it is, of how many parameters, and both values."""
-        of = "" if self.parameters is None else f"{self.parameters:,}"
-        for path, one, other in _leaves(self.what, self.one, self.other):
-            if (_brief(one), _brief(other)) != (_NOTHING, _NOTHING):
-                yield [path, of, _brief(one), _brief(other)]
 
 
 @dataclass(frozen=True)
@@ -48,6 +30,7 @@ class ValueDifference:
 
     Attributes:
         key: its name.
+        kind: what it is, in words.
         numel: of the tensor.
         differing: how many elements differ in a bit, or in value where the dtypes differ.
         largest: the largest absolute difference of two finite values.
@@ -56,11 +39,27 @@ class ValueDifference:
     """
 
     key: str
+    kind: str
     numel: int
     differing: int = 0
     largest: float = 0.0
     largest_relative: float = 0.0
     not_finite: int = 0
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Where it comes among others: the model first, states with one value last, and otherwise what moved most first."""
+        return self.kind != MODEL, self.kind != MODEL and self.numel == 1, -self.not_finite, -self.largest, self.key
+
+    def cells(self) -> list[str]:
+        """Return what a table says of it."""
+        return [
+            self.key,
+            f"{self.differing:,} of {self.numel:,}",
+            f"{self.largest:.3g}",
+            f"{self.largest_relative:.3g}",
+            str(self.not_finite),
+        ]
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,10 @@ class Difference(BlockReport):
         shapes: keys whose shapes differ.
         dtypes: keys whose dtypes differ.
         facts: other things that they say of themselves; when, by which versions and on how many ranks they were saved not among them.
-        values: keys whose values differ, by the largest difference.
+        values: keys whose values differ: parameters and buffers, then others; by the largest difference.
         compared: of how many keys the values were compared.
+        compared_model: of how many of those that are parameters and buffers.
+        left_out: what was not compared, in words.
     """
 
     one: Path
@@ -88,6 +89,8 @@ class Difference(BlockReport):
     facts: tuple[FactDifference, ...]
     values: tuple[ValueDifference, ...]
     compared: int
+    compared_model: int
+    left_out: tuple[str, ...]
 
     @property
     def is_none(self) -> bool:
@@ -101,13 +104,14 @@ class Difference(BlockReport):
     def blocks(self) -> Iterator[Block]:
         """Yield what only one has, then in what both differ, values last."""
         if self.is_none:
-            yield f"no difference: {self.compared} keys, equal bit for bit"
+            yield f"no difference: {counted(self.compared, 'key')}, equal bit for bit"
+            yield from self._notes()
             return
         yield f"A  '{self.one}'"
         yield f"B  '{self.other}'"
         for name, keys in (("A", self.only_one), ("B", self.only_other)):
             if keys:
-                yield f"only in {name}, {len(keys)} keys: {listing(keys)}"
+                yield f"only in {name}, {counted(len(keys), 'key')}: {listing(keys)}"
         for title, several in (("", self.facts), ("shape of", self.shapes), ("dtype of", self.dtypes)):
             if several:
                 yield ""
@@ -118,53 +122,100 @@ class Difference(BlockReport):
                 yield Table([titles[i] for i in columns], [[row[i] for i in columns] for row in rows])
                 if len(several) > _SHOWN:
                     yield f"... and {len(several) - _SHOWN} more"
-        yield ""
-        yield f"the values of {len(self.values)} of {self.compared} keys differ"
-        if self.values:
-            rows = [
-                [one.key, f"{one.differing:,} of {one.numel:,}", f"{one.largest:.3g}", f"{one.largest_relative:.3g}", str(one.not_finite)]
-                for one in self.values[:_SHOWN]
-            ]
-            yield Table(["key", "elements", "largest", "relative", "not finite"], rows, right={1, 2, 3, 4})
-            if len(self.values) > _SHOWN:
-                yield f"... and {len(self.values) - _SHOWN} more"
+        of_model = [one for one in self.values if one.kind == MODEL]
+        yield from _value_blocks(of_model, f"{self.compared_model:,} {MODEL}")
+        yield from _value_blocks(self.values[len(of_model) :], counted(self.compared - self.compared_model, "other key"))
+        yield from self._notes()
+
+    def _notes(self) -> Iterator[str]:
+        yield from (f"(not compared: {what})" for what in self.left_out)
+
+
+def _value_blocks(values: Sequence[ValueDifference], of_what: str) -> Iterator[Block]:
+    yield ""
+    yield f"the values of {len(values):,} of {of_what} differ"
+    if values:
+        rows = [one.cells() for one in values[:_SHOWN]]
+        yield Table(["key", "elements", "largest", "relative", "not finite"], rows, right={1, 2, 3, 4})
+        if len(values) > _SHOWN:
+            yield f"... and {len(values) - _SHOWN:,} more"
 
 
 @while_reading("one", "other")
-def compare(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Difference:
+def compare(
+    one: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    *,
+    keys: str | None = None,
+    weights_only: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Difference:
     """Compare two checkpoints, of ours or of stock Paddle's: keys, shapes, dtypes, hyper-parameters, and all values.
 
+    Of what a manager keeps for each rank by itself, such as its random number generators, nothing is compared.
+
+    Args:
+        one: directory of the first.
+        other: directory of the second.
+        keys: compare the keys of this form only, with ``*``, ``?`` and ``[...]`` as in file names, and nothing else.
+        weights_only: compare parameters and buffers only, and nothing else.
+        progress: called now and then with the number of bytes of the first that were compared so far, and of all.
+
     Raises:
-        CheckpointError: one can't be read, or isn't whole.
+        CheckpointError: one can't be read, isn't whole, or neither has such keys.
     """
-    first, second = open_index(Path(one)), open_index(Path(other))
-    common = [key for key in first.stored if key in second]
+    indexes = [open_index(Path(path), reserved=True) for path in (one, other)]
+    kinds = [kinds_of(index, contents_of(index)) for index in indexes]
+    is_limited = keys is not None or weights_only
+    chosen = [{key: kind for key, kind in some.items() if _is_chosen(key, kind, keys, weights_only)} for some in kinds]
+    if is_limited and not any(chosen):
+        raise IncompleteCheckpointError(
+            f"neither has {MODEL if keys is None else f'a key of the form {keys!r}'}; '{indexes[0].path}' has {listing(kinds[0])}"
+        )
+    first, second = indexes
+    common = [key for key in first.stored if key in chosen[0] and key in chosen[1]]
     shapes = [FactDifference(key, list(first.global_shape(key)), list(second.global_shape(key))) for key in common]
     shapes = [difference for difference in shapes if difference.one != difference.other]
     incomparable = {difference.what for difference in shapes}
     comparable = [key for key in common if key not in incomparable]
-    for index in (first, second):
+    for index in indexes:
         check_values(index, comparable)
-    values = [difference for difference in _compare_values(first, second, comparable) if difference.differing]
+    found = [ValueDifference(key, chosen[0][key], whole_piece(first, key).numel) for key in comparable]
+    values = [difference for difference in _compare_values(first, second, found, progress) if difference.differing]
+    has_trainer_state = not is_limited and any(kind == TRAINER for some in kinds for kind in some.values())
     return Difference(
         first.path,
         second.path,
-        tuple(sorted(first.stored.keys() - second.stored.keys())),
-        tuple(sorted(second.stored.keys() - first.stored.keys())),
+        tuple(sorted(chosen[0].keys() - chosen[1].keys())),
+        tuple(sorted(chosen[1].keys() - chosen[0].keys())),
         tuple(shapes),
         tuple(FactDifference(key, first.dtypes[key], second.dtypes[key]) for key in common if first.dtypes[key] != second.dtypes[key]),
-        tuple(_facts(first, second)),
-        tuple(sorted(values, key=lambda difference: (-difference.not_finite, -difference.largest, difference.key))),
+        () if is_limited else tuple(fact_differences(first, second)),
+        tuple(sorted(values, key=lambda difference: difference.order)),
         len(comparable),
+        sum(chosen[0][key] == MODEL for key in comparable),
+        ("random number generators and rank_state",) if has_trainer_state else (),
     )
 
 
-def _compare_values(first: CheckpointIndex, second: CheckpointIndex, keys: Sequence[str]) -> list[ValueDifference]:
-    found = [ValueDifference(key, whole_piece(first, key).numel) for key in keys]
+def _is_chosen(key: str, kind: str, pattern: str | None, weights_only: bool) -> bool:
+    if kind == TRAINER or (weights_only and kind != MODEL):
+        return False
+    return pattern is None or fnmatch.fnmatchcase(key, pattern)
+
+
+def _compare_values(
+    first: CheckpointIndex, second: CheckpointIndex, found: list[ValueDifference], progress: Callable[[int, int], None] | None
+) -> list[ValueDifference]:
+    keys = [one.key for one in found]
     parts = (iter_values(index, [whole_piece(index, key) for key in keys]) for index in (first, second))
+    done, total = 0, sum(one.numel * DTYPE_NBYTES[first.dtypes[one.key]] for one in found)
     for one, other in zip(*parts, strict=True):
         dtypes = first.dtypes[keys[one.number]], second.dtypes[keys[one.number]]
         found[one.number] = _add(found[one.number], one, other, dtypes)
+        done += len(one.values) * DTYPE_NBYTES[dtypes[0]]
+        if progress is not None:
+            progress(done, total)
     return found
 
 
@@ -196,87 +247,3 @@ def _add(found: ValueDifference, one: Part, other: Part, dtypes: tuple[str, str]
 
 def _bits(values: Array) -> Array:
     return values.view(f"uint{8 * values.itemsize}")
-
-
-def _facts(first: CheckpointIndex, second: CheckpointIndex) -> Iterator[FactDifference]:
-    """Yield in what the manifests differ; where one is stock Paddle's, which has none, nothing."""
-    one, other = first.manifest, second.manifest
-    if one is None or other is None:
-        return
-    if one.step != other.step:
-        yield FactDifference("step", one.step, other.step)
-    if set(one.tied) != set(other.tied):
-        yield FactDifference("tied", [list(names) for names in one.tied], [list(names) for names in other.tied])
-    yield from _base_differences(one.base, other.base)
-    if one.lora != other.lora:
-        yield FactDifference("scaling of LoRA layers", one.lora, other.lora)
-    yield from _setting_differences(_settings(one.optimizers), _settings(other.optimizers))
-    if _plain(one.extra_state) != _plain(other.extra_state):
-        yield FactDifference("extra_state", one.extra_state, other.extra_state)
-
-
-def _base_differences(one: Mapping[str, BaseParameter] | None, other: Mapping[str, BaseParameter] | None) -> Iterator[FactDifference]:
-    """Yield in what the parameters differ that were left out: the first one, and how many there are."""
-    if (one is None) != (other is None):
-        yield FactDifference("base", "stored" if one is None else "left out", "stored" if other is None else "left out")
-        return
-    mine, theirs = one or {}, other or {}
-    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    if names:
-        first, second = (None if one is None else one.to_text() for one in (mine.get(names[0]), theirs.get(names[0])))
-        yield FactDifference("base", first, second, len(names))
-
-
-def _setting_differences(one: dict[str, dict[str, JsonValue]], other: dict[str, dict[str, JsonValue]]) -> Iterator[FactDifference]:
-    """Yield the settings that differ, with the number of parameters for which they do so in the same way; however they are grouped."""
-    counts: dict[tuple[str, str, str], int] = {}
-    values: dict[tuple[str, str, str], tuple[JsonValue, JsonValue]] = {}
-    for parameter in [*one, *(name for name in other if name not in one)]:
-        mine, theirs = one.get(parameter, {}), other.get(parameter, {})
-        names = [*mine, *(name for name in theirs if name not in mine)] if mine and theirs else [_OPTIMIZER]
-        for name in names:
-            pair = mine.get(name), theirs.get(name)
-            if _plain(pair[0]) != _plain(pair[1]):
-                kind = name, _plain(pair[0]), _plain(pair[1])
-                counts[kind] = counts.get(kind, 0) + 1
-                values[kind] = pair
-    for kind, count in counts.items():
-        yield FactDifference(kind[0], *values[kind], count)
-
-
-def _settings(optimizers: JsonValue) -> dict[str, dict[str, JsonValue]]:
-    """Return each parameter's optimizer, its settings and its learning rate."""
-    found: dict[str, dict[str, JsonValue]] = {}
-    for one in optimizers:
-        for group in one["groups"]:
-            settings = {_OPTIMIZER: one["class"], "learning rate": one["learning_rate"], **group["settings"]}
-            found |= dict.fromkeys(group["parameters"], settings)
-    return found
-
-
-def _plain(value: JsonValue) -> str:
-    """Return a value as a text that is equal for equal values, NaN among them."""
-    return repr(value) if not isinstance(value, dict) else repr(sorted((name, _plain(item)) for name, item in value.items()))
-
-
-def _leaves(path: str, one: JsonValue, other: JsonValue) -> Iterator[tuple[str, JsonValue, JsonValue]]:
-    """Yield what differs inside of two values, with the way there; of what only one has, all of it."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in [*one, *(name for name in other if name not in one)]:
-            mine, theirs = one.get(name), other.get(name)
-            if _plain(mine) != _plain(theirs) or (name in one) != (name in other):
-                yield from _leaves(f"{path}.{name}", mine, theirs)
-    else:
-        yield path, one, other
-
-
-def _brief(value: JsonValue) -> str:
-    text = _NOTHING if value is None else _inline(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
-
-
-def _inline(value: JsonValue) -> str:
-    """Return a value as people write it: a dict's items without braces."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_inline(item)}" for name, item in value.items() if item is not None) or _NOTHING
-    return str(value)

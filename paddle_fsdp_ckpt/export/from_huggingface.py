@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..errors import MismatchError
+from ..errors import MismatchError, counted
 from ..storage.comparison import have_same_values
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
@@ -18,6 +18,7 @@ from .new_directory import new_directory
 from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .tensors import TensorReader
+from .text import size_text
 from .values import whole_piece
 
 
@@ -46,7 +47,7 @@ class ImportReport:
         return asdict(self) | {"source": str(self.source), "path": str(self.path)}
 
     def __str__(self) -> str:
-        lines = [f"'{self.path}': {self.keys} keys, {self.nbytes} bytes, by the recipe '{self.recipe}'"]
+        lines = [f"'{self.path}': {counted(self.keys, 'key')}, {size_text(self.nbytes)}, by the recipe '{self.recipe}'"]
         return "\n".join([*lines, *(f"- {' = '.join(names)} is one tensor" for names in self.tied)])
 
 

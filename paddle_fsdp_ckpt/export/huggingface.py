@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.read_lock import while_reading
@@ -26,6 +26,7 @@ from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe
 from .safetensors_files import INDEX_NAME, write_files
 from .tensors import TensorReader
+from .text import size_text
 from .values import check_values
 
 DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
@@ -65,10 +66,12 @@ class ExportReport:
         return asdict(self) | {"source": str(self.source), "path": str(self.path)}
 
     def __str__(self) -> str:
-        lines = [f"'{self.path}': {self.tensors} tensors, {self.nbytes} bytes in {len(self.files)} files, by the recipe '{self.recipe}'"]
+        amount = f"{counted(self.tensors, 'tensor')}, {size_text(self.nbytes)} in {counted(len(self.files), 'file')}"
+        lines = [f"'{self.path}': {amount}, by the recipe '{self.recipe}'"]
         if self.optimizer_tensors:
             lines.append(
-                f"- {self.optimizer_tensors} tensors with optimizer states, {self.optimizer_nbytes} bytes, in {OPTIMIZER_DIRECTORY}/"
+                f"- {counted(self.optimizer_tensors, 'tensor')} with optimizer states, {size_text(self.optimizer_nbytes)}, in "
+                f"{OPTIMIZER_DIRECTORY}/"
             )
         lines += [f"- {name} is {other}, and written once" for name, other in self.tied.items()]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
@@ -149,7 +152,7 @@ def export_huggingface(
     check_values(index, sorted({source.slab.key for source in sources}))
     reader = TensorReader(index, dtype) if adapted is None else MergingReader(adapted, dtype)
     tensors = [reader.output(source) for source in model.sources]
-    merged = [] if adapted is None else [f"{len(adapted.adapters)} LoRA adapters were merged"]
+    merged = [] if adapted is None else [f"{counted(len(adapted.adapters), 'LoRA adapter was', 'LoRA adapters were')} merged"]
     model_nbytes, states_nbytes = sum(tensor.nbytes for tensor in tensors), 0 if states is None else states.nbytes
     shown = _Parts(progress, model_nbytes + states_nbytes)
     with new_directory(Path(out)) as staging:

@@ -7,24 +7,23 @@ import math
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, listing
+from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
 from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
-from .contents import Contents, contents_of
+from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
 from .roots import checkpoints_in
 from .statistics import Statistics, statistics_of
 from .text import Block, BlockReport, Table, size_text
 from .values import whole_piece
 
-_MODEL, _MASTERS = "parameters and buffers", "master weights"
 _MANY = 1000
 _WIDTH = 110
 
@@ -97,6 +96,8 @@ class Inspection(BlockReport):
         optimizers: what is said of them; none in stock Paddle's.
         keys: those that were asked for.
         problems: keys that are not whole, in words.
+        has_digests: whether the values can be checked.
+        extra_state: the caller's own, where it is plain JSON.
     """
 
     path: Path
@@ -113,6 +114,8 @@ class Inspection(BlockReport):
     optimizers: tuple[Optimizer, ...]
     keys: tuple[KeyDescription, ...]
     problems: tuple[str, ...]
+    has_digests: bool
+    extra_state: JsonValue
 
     @property
     def is_good(self) -> bool:
@@ -126,17 +129,20 @@ class Inspection(BlockReport):
     def blocks(self) -> Iterator[Block]:
         """Yield what there is to know, the most important first."""
         yield f"'{self.path}': {self.kind}"
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        facts = [("step", "not noted" if self.step is None else str(self.step)), ("saved by", ranks)]
+        facts = [("step", "not noted" if self.step is None else str(self.step)), ("saved by", counted(self.world_size, "rank"))]
         facts += [("saved at", self.created)] if self.created is not None else []
         facts += [("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))] if self.versions else []
         facts.append(("files", f"{self.files}, {size_text(self.nbytes)}"))
         facts += [("tied", listing(" = ".join(names) for names in self.tied))] if self.tied else []
         if self.base:
             elements = sum(math.prod(one.shape) for one in self.base.values())
-            facts.append(("holds", f"what trains, without its base, {len(self.base):,} parameters and {elements:,} elements"))
+            facts.append(
+                ("holds", f"what trains, without its base, {counted(len(self.base), 'parameter')} of {counted(elements, 'element')}")
+            )
+        facts += [("extra_state", _brief(self.extra_state))] if self.extra_state is not None else []
         facts.append(("health", self._health()))
-        yield from (f"  {name:<9} {value}" for name, value in facts)
+        width = max(len(name) for name, _ in facts)
+        yield from (f"  {name:<{width}}  {value}" for name, value in facts)
         rows = [[one.kind, one.dtype, f"{one.keys:,}", f"{one.elements:,}", size_text(one.nbytes)] for one in self.amounts]
         yield ""
         yield Table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
@@ -144,15 +150,16 @@ class Inspection(BlockReport):
             yield ""
             yield from _wrap(f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}", "")
             for group in optimizer.groups:
-                yield from _wrap(f"{group.parameters} parameters: {_brief(group.settings)}", "  ")
+                yield from _wrap(f"{counted(group.parameters, 'parameter')}: {_brief(group.settings)}", "  ")
         if self.keys:
             yield ""
             yield self._key_table()
 
     def _health(self) -> str:
         if self.problems:
-            return f"{len(self.problems)} keys are not whole: {listing(self.problems)}"
-        return "sizes and headers are right and every key is whole; values are checked by `paddle-fsdp-ckpt verify`"
+            return f"{_not_whole(self.problems)}: {listing(self.problems)}"
+        values = "values are checked by `paddle-fsdp-ckpt verify`" if self.has_digests else "stock Paddle keeps no digests of values"
+        return f"sizes and headers are right and every key is whole; {values}"
 
     def _key_table(self) -> Table:
         titles = ["key", "dtype", "shape", "saved by rank"]
@@ -198,23 +205,30 @@ class Steps(BlockReport):
                 str(one.world_size),
                 one.created or "-",
                 size_text(one.nbytes),
-                "whole" if one.is_good else f"{len(one.problems)} keys are not whole",
+                "whole" if one.is_good else _not_whole(one.problems),
             ]
             for one in self.checkpoints
         ]
-        yield f"'{self.path}': {len(rows)} checkpoints"
+        yield f"'{self.path}': {counted(len(rows), 'checkpoint')}"
         yield ""
         yield Table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
         yield from (f"- {problem}" for problem in self.problems)
 
 
-def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics: bool = False) -> Inspection | Steps:
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    keys: str | None = None,
+    statistics: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Inspection | Steps:
     """Say what a checkpoint directory holds, or which checkpoints lie in a directory that is none itself.
 
     Args:
         path: the directory; of ours or of stock Paddle's.
         keys: describe the keys of this form too, with ``*``, ``?`` and ``[...]`` as in file names.
         statistics: read the values of those keys, of all by default, and say what they are like.
+        progress: called now and then with the number of bytes of those values that were read so far, and of all.
 
     Raises:
         CheckpointError: there is no checkpoint, or its headers can't be read.
@@ -222,19 +236,24 @@ def inspect(path: str | os.PathLike[str], *, keys: str | None = None, statistics
     directory = Path(path)
     inside = checkpoints_in(directory)
     if not inside:
-        return _inspect(directory, ("*" if keys is None else keys) if keys is not None or statistics else None, statistics=statistics)
+        pattern = "*" if statistics and keys is None else keys
+        return _inspect(directory, pattern, statistics=statistics, progress=progress)
     if keys is not None or statistics:
         raise CheckpointError(
-            f"'{directory}' holds {len(inside)} checkpoints; keys can be listed of one of them: {listing(_names(inside))}"
+            f"'{directory}' holds {counted(len(inside), 'checkpoint')}; keys can be listed of one of them: {listing(_names(inside))}"
         )
     found, problems = [], []
     for one in inside:
         try:
-            found.append(_inspect(one, None, statistics=False))
+            found.append(_inspect(one, None))
         except CheckpointError as error:
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
     return Steps(directory, tuple(found), tuple(problems))
+
+
+def _not_whole(problems: Sequence[str]) -> str:
+    return counted(len(problems), "key is not whole", "keys are not whole")
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -242,18 +261,21 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 @while_reading("path")
-def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection:
-    index = open_index(path)
+def _inspect(
+    path: Path, pattern: str | None, *, statistics: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Inspection:
+    index = open_index(path, reserved=True)
     contents = contents_of(index)
-    kinds = _kinds(contents)
+    kinds = kinds_of(index, contents)
     manifest = index.manifest
-    chosen = [key for key in index.stored if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
+    listed = [key for key in index.stored if kinds[key] != TRAINER]
+    chosen = [key for key in listed if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
     if pattern is not None and not chosen:
-        raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(index.stored)}")
+        raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
     problems = plan_read(index, [whole_piece(index, key) for key in index.stored], ()).problems.uncovered
     broken = {problem.key for problem in problems}
     readable = [key for key in chosen if statistics and key not in broken]
-    of_values = dict(zip(readable, statistics_of(index, [whole_piece(index, key) for key in readable]), strict=True))
+    of_values = dict(zip(readable, statistics_of(index, [whole_piece(index, key) for key in readable], progress), strict=True))
     return Inspection(
         path,
         "a checkpoint of stock Paddle" if manifest is None else f"a checkpoint of format version {manifest.format_version}",
@@ -269,12 +291,9 @@ def _inspect(path: Path, pattern: str | None, *, statistics: bool) -> Inspection
         () if manifest is None else tuple(_optimizer(one) for one in manifest.optimizers),
         tuple(_describe(index, key, kinds[key], of_values.get(key)) for key in chosen),
         tuple(str(problem) for problem in problems),
+        manifest is not None,
+        None if manifest is None else manifest.extra_state,
     )
-
-
-def _kinds(contents: Contents) -> dict[str, str]:
-    kinds = dict.fromkeys(contents.model, _MODEL) | dict.fromkeys(contents.masters.values(), _MASTERS)
-    return kinds | {key: state.removesuffix("_0") for states in contents.states.values() for state, key in states.items()}
 
 
 def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
@@ -284,7 +303,7 @@ def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
         group = kind, index.dtypes[key]
         keys[group] += 1
         elements[group] += whole_piece(index, key).numel
-    order = {_MODEL: 0, _MASTERS: 1}
+    order = {MODEL: 0, MASTERS: 1, SHARDED: 3, TRAINER: 4}
     for kind, dtype in sorted(keys, key=lambda group: (order.get(group[0], 2), group)):
         count = elements[kind, dtype]
         yield Amount(kind, dtype, keys[kind, dtype], count, count * DTYPE_NBYTES[dtype])
@@ -316,7 +335,9 @@ def _wrap(text: str, indent: str) -> list[str]:
 def _brief(value: JsonValue) -> str:
     if isinstance(value, dict):
         items = (
-            (name, f"({_brief(item)})" if isinstance(item, dict) else _brief(item)) for name, item in value.items() if item is not None
+            (name, f"({_brief(item)})" if isinstance(item, dict) else _brief(item))
+            for name, item in value.items()
+            if item not in (None, {})
         )
         return ", ".join(f"{name} {text}" for name, text in items) or "-"
     text = str(value)

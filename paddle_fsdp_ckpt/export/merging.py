@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..errors import CheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
 from ..storage.base_parameter import BaseParameter
 from ..storage.casts import convert
@@ -107,7 +107,7 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
     said = {} if manifest is None else manifest.base or {}
     lacking = [f"'{name}'" for name in said if name not in base]
     if lacking:
-        raise MismatchError(f"'{base.path}' lacks {len(lacking)} parameters of the base of '{adapted.path}': {listing(lacking)}")
+        raise MismatchError(f"'{base.path}' lacks {counted(len(lacking), 'parameter')} of the base of '{adapted.path}': {listing(lacking)}")
     check_values(base, list(said))
     other = [] if allow_other_base else [f"'{name}'" for name, one in said.items() if _described(base, name) != one]
     if other:

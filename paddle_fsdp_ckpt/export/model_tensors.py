@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import CheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, counted, listing
 from ..pieces import Piece
 from ..storage.comparison import have_same_values
 from ..storage.index import CheckpointIndex
@@ -75,7 +75,7 @@ def model_tensors(
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters]
-        notes += [f"{len(bare)} tensors have no master weight and were taken as they are: {listing(bare)}"] if bare else []
+        notes += [f"{counted(len(bare), 'tensor has', 'tensors have')} no master weight, taken as stored: {listing(bare)}"] if bare else []
     return ModelTensors(tuple(sources), tied, tuple(notes))
 
 

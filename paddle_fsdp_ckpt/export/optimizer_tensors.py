@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import CheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
 from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
@@ -95,15 +95,15 @@ def optimizer_tensors(index: CheckpointIndex, contents: Contents, recipe: Recipe
                 sources.append(made)
     if strange:
         raise MismatchError(
-            f"{len(strange)} states lie otherwise than their parameters, which are cut or transposed: {listing(strange)}; leave "
-            "--optimizer out, or give --recipe none"
+            f"{counted(len(strange), 'state lies', 'states lie')} otherwise than its parameter, which is cut or transposed: "
+            f"{listing(strange)}; leave --optimizer out, or give --recipe none"
         )
     counts = Counter(source.name for source in sources)
     twice = [f"'{name}'" for name, count in counts.items() if count > 1]
     if twice:
         raise MismatchError(f"several states get one name: {listing(twice)}; leave --optimizer out")
     lost = sorted(owner for owner in {*contents.states, *contents.masters} if owner not in names and first.get(owner, owner) not in names)
-    notes = (f"states of {len(lost)} parameters that the model doesn't have were left out: {listing(lost)}",) if lost else ()
+    notes = (f"states of {counted(len(lost), 'parameter')} that the model doesn't have were left out: {listing(lost)}",) if lost else ()
     return OptimizerTensors(tuple(sources), names, notes)
 
 

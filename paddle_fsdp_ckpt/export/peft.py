@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
@@ -120,7 +120,7 @@ def export_peft(
         nbytes=sum(tensor.nbytes for tensor in tensors),
         files=(FILE_NAME, CONFIG_NAME),
         tied={},
-        notes=(f"{len(layers)} LoRA layers",),
+        notes=(counted(len(layers), "LoRA layer"),),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..layout import Range
 from ..storage.format import JsonValue
 from .shard_map import BufferMap, ShardMap, pattern_of
@@ -59,7 +59,7 @@ class PictureReport:
         return {**vars(self), "source": str(self.source), "path": str(self.path)}
 
     def __str__(self) -> str:
-        text = f"'{self.path}': {self.buffers} rows, {self.world_size} ranks"
+        text = f"'{self.path}': {counted(self.buffers, 'row')}, {counted(self.world_size, 'rank')}"
         return text if self.is_exact else f"{text}\n- {_NOT_EXACT}"
 
 
@@ -110,7 +110,7 @@ class _Run:
 
     @property
     def text(self) -> str:
-        return self.label if self.parameters == 1 else f"{self.label}  ({self.parameters:,} parameters)"
+        return self.label if self.parameters == 1 else f"{self.label}  ({counted(self.parameters, 'parameter')})"
 
 
 def _draw(shard_map: ShardMap) -> Any:
@@ -220,8 +220,7 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     several = f"{len(row.copies)} x " if len(row.copies) > 1 else ""
     dtype = f" {row.dtype}" if with_dtype else ""
     padding = f"\npadding {_percent(row.padding / row.numel)}" if row.shard_numel is not None else ""
-    parameters = "1 parameter" if len(row.places) == 1 else f"{len(row.places):,} parameters"
-    text = f"{several}{size_text(row.nbytes)}{dtype}, {parameters}{padding}"
+    text = f"{several}{size_text(row.nbytes)}{dtype}, {counted(len(row.places), 'parameter')}{padding}"
     axes.text(1.01, number - 0.06, text, ha="left", va="center", fontsize=7.5, color=_INK, linespacing=1.25)
     axes.add_patch(Rectangle((1.01, number + 0.29), 0.22 * size, 0.05, facecolor="#777777", edgecolor="none", clip_on=False))
 
@@ -248,7 +247,7 @@ def _draw_ranks(axes: Any, world_size: int) -> None:
 
 
 def _draw_title(figure: Any, shard_map: ShardMap, shown: int, height: float) -> None:
-    ranks = "1 rank" if shard_map.world_size == 1 else f"{shard_map.world_size} ranks"
+    ranks = counted(shard_map.world_size, "rank")
     step = "" if shard_map.step is None else f", step {shard_map.step}"
     figure.text(0.015, 1 - 0.28 / height, f"{shard_map.path.name}: parameters on {ranks}{step}", fontsize=13, va="center", color=_INK)
     if shard_map.is_exact:
@@ -256,7 +255,7 @@ def _draw_title(figure: Any, shard_map: ShardMap, shown: int, height: float) -> 
     else:
         text = _NOT_EXACT[0].upper() + _NOT_EXACT[1:] + ". Black lines are where another rank's part begins."
     left_out = len(shard_map.buffers) - shown
-    text += f" {left_out} smaller rows are left out." if left_out else ""
+    text += f" {counted(left_out, 'smaller row is', 'smaller rows are')} left out." if left_out else ""
     figure.text(0.015, 1 - 0.56 / height, text, fontsize=9, va="center", color="#555555")
 
 
@@ -266,7 +265,7 @@ def _draw_legend(figure: Any, colors: dict[str, str], sizes: Counter[str], with_
     entries = [Patch(facecolor=color, label=f"{label}  ({size_text(sizes[label])})") for label, color in colors.items()]
     rest = [size for label, size in sizes.items() if label not in colors]
     if rest:
-        entries.append(Patch(facecolor=_OTHERS, label=f"{len(rest)} others  ({size_text(sum(rest))})"))
+        entries.append(Patch(facecolor=_OTHERS, label=f"{counted(len(rest), 'other')}  ({size_text(sum(rest))})"))
     if with_padding:
         entries.append(Patch(facecolor="white", edgecolor="#777777", hatch="//////", label="padding"))
     figure.legend(handles=entries, loc="lower left", bbox_to_anchor=(0.01, 0.01), ncols=_LEGEND_COLUMNS, fontsize=8.5, frameon=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, counted
 from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
 from ..storage.stock import is_stock
 from ..storage.verify import VerifyReport, verify
@@ -51,7 +51,7 @@ class RootReport(BlockReport):
 
     def blocks(self) -> Iterator[Block]:
         """Yield a table of the checkpoints, and then all that is wrong."""
-        yield f"'{self.path}': {len(self.checkpoints)} checkpoints"
+        yield f"'{self.path}': {counted(len(self.checkpoints), 'checkpoint')}"
         yield ""
         rows = [
             ["-" if one.step is None else str(one.step), one.path.name, f"{one.keys:,}", size_text(one.nbytes), _health(one)]
@@ -63,7 +63,7 @@ class RootReport(BlockReport):
         yield from (f"- {problem}" for problem in self.problems)
         yield from (f"({name} is what a killed save left behind; it may be deleted)" for name in self.left_over)
         wrong = sum(not one.is_good for one in self.checkpoints) + len(self.problems)
-        yield "nothing is wrong" if self.is_good else f"{wrong} of {len(self.checkpoints) + len(self.problems)} are damaged or incomplete"
+        yield "nothing is wrong" if self.is_good else f"damaged or incomplete: {wrong} of {len(self.checkpoints) + len(self.problems)}"
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -109,4 +109,4 @@ def verify_root(directory: Path, *, workers: int | None = None, progress: Callab
 def _health(report: VerifyReport) -> str:
     if report.is_good:
         return "whole, values not checked" if report.not_checked else "every byte is right"
-    return f"{len(report.findings)} things are wrong"
+    return counted(len(report.findings), "thing is wrong", "things are wrong")

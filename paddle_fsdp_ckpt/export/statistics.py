@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..pieces import Piece
 from ..storage.casts import convert
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from .values import Array, iter_values
 
@@ -32,14 +33,20 @@ class Statistics:
     infinite: int
 
 
-def statistics_of(index: CheckpointIndex, pieces: Sequence[Piece]) -> list[Statistics]:
+def statistics_of(index: CheckpointIndex, pieces: Sequence[Piece], progress: Callable[[int, int], None] | None = None) -> list[Statistics]:
     """Read the values of pieces, and say what those of each are like.
+
+    Args:
+        index: of their checkpoint.
+        pieces: of it.
+        progress: called now and then with the number of bytes read so far, and of all.
 
     Raises:
         What :func:`~.values.iter_values` raises.
     """
     found = [Statistics(None, None, None, 0, 0)] * len(pieces)
     totals, counts = [0.0] * len(pieces), [0] * len(pieces)
+    done, total = 0, sum(piece.numel * DTYPE_NBYTES[piece.dtype] for piece in pieces)
     for part in iter_values(index, pieces):
         values = as_float64(part.values, pieces[part.number].dtype)
         numbers = values[~np.isnan(values)]
@@ -54,6 +61,9 @@ def statistics_of(index: CheckpointIndex, pieces: Sequence[Piece]) -> list[Stati
             so_far.nan + len(values) - len(numbers),
             so_far.infinite + len(numbers) - len(finite),
         )
+        done += len(values) * DTYPE_NBYTES[pieces[part.number].dtype]
+        if progress is not None:
+            progress(done, total)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
 from ..pieces import Piece
 from ..storage.casts import as_array
@@ -56,7 +56,7 @@ def check_values(index: CheckpointIndex, keys: Sequence[str]) -> None:
     plan = plan_read(_only(index, keys), [whole_piece(index, key) for key in keys], ())
     if plan.problems.uncovered:
         raise MismatchError(
-            f"'{index.path}' doesn't hold all elements of {len(plan.problems.uncovered)} keys: "
+            f"'{index.path}' doesn't hold all elements of {counted(len(plan.problems.uncovered), 'key')}: "
             f"{listing(map(str, plan.problems.uncovered))}; nothing was written"
         )
     check_duplicates(plan)

@@ -18,8 +18,8 @@ from ..errors import CheckpointError, CorruptCheckpointError
 from ..fsdp import dtype_name
 from ..host_memory import bytes_of
 from ..storage.format import DTYPE_NBYTES, JsonValue, parse_json
+from ..storage.reserved_keys import LENGTH_NBYTES, text_and_arrays
 
-_LENGTH_NBYTES = 8
 _NUMPY_KINDS = "biufc"
 _NUMPY_DTYPE = re.compile(f"[<|][{_NUMPY_KINDS}][0-9]{{1,2}}", re.ASCII)
 _ARRAY, _DICT = "@array", "@dict"
@@ -41,7 +41,7 @@ def encode_extra_state(value: Any, where: str) -> bytes:
         text = json.dumps(encoder.encode(value, where)).encode()
     except RecursionError:
         raise CheckpointError(f"{where} is nested beyond reason, or holds itself; nothing was saved") from None
-    return b"".join([len(text).to_bytes(_LENGTH_NBYTES, "little"), text, *encoder.buffers])
+    return b"".join([len(text).to_bytes(LENGTH_NBYTES, "little"), text, *encoder.buffers])
 
 
 def decode_extra_state(encoded: bytes | bytearray, where: str) -> Any:
@@ -50,11 +50,9 @@ def decode_extra_state(encoded: bytes | bytearray, where: str) -> Any:
     Raises:
         CorruptCheckpointError: the bytes are not what that returns; ``where`` names them for the message.
     """
-    start = _LENGTH_NBYTES + int.from_bytes(encoded[:_LENGTH_NBYTES], "little")
     try:
-        if start > len(encoded):
-            raise ValueError("it ends too early")
-        return _decode(parse_json(bytes(encoded[_LENGTH_NBYTES:start]).decode(), allow_nan=True), memoryview(encoded)[start:])
+        text, arrays = text_and_arrays(encoded)
+        return _decode(parse_json(text, allow_nan=True), arrays)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where} is not what a save writes ({error}); load another checkpoint") from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
+from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
 from ..layout import Range
 from ..pieces import Piece
 from .digests import digest
@@ -293,4 +293,7 @@ def _say_foreign(path: Path) -> str:
             f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save. load and "
             "paddle.distributed.load_state_dict read the former"
         )
+    inside = [name for name in names if parse_left_over(name) is None and (path / name / MANIFEST_NAME).is_file()]
+    if inside:
+        return f"'{path}' is not a checkpoint, and holds {counted(len(inside), 'checkpoint')}: {listing(inside)}; name one of them"
     return f"'{path}' has no {MANIFEST_NAME}, so it is not a checkpoint, or not a finished one; check the path. It holds {listing(names)}"

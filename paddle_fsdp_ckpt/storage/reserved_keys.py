@@ -23,6 +23,9 @@ COMMON_KEY = f"{PREFIX}common"
 METRICS_KEY = f"{PREFIX}metrics"
 """Numbers by which a checkpoint is compared with others: JSON, in the file of rank 0, where there are any."""
 
+LENGTH_NBYTES = 8
+"""How long the text is comes before it, little-endian."""
+
 _SHARDED = f"{PREFIX}sharded/"
 
 
@@ -39,6 +42,23 @@ def sharded_key(key: str) -> str:
 def sharded_keys(index: CheckpointIndex) -> list[str]:
     """Return the users' keys of their own sharded tensors in a checkpoint."""
     return [key.removeprefix(_SHARDED) for key in index.stored if key.startswith(_SHARDED)]
+
+
+def is_sharded_key(key: str) -> bool:
+    """Tell whether a key is one of :func:`sharded_key`."""
+    return key.startswith(_SHARDED)
+
+
+def text_and_arrays(encoded: bytes | bytearray) -> tuple[str, memoryview]:
+    """Return the two parts of what is kept under :data:`COMMON_KEY` and :func:`rank_key`: a JSON text, and the bytes of arrays.
+
+    Raises:
+        ValueError: it has no such parts.
+    """
+    start = LENGTH_NBYTES + int.from_bytes(encoded[:LENGTH_NBYTES], "little")
+    if start > len(encoded):
+        raise ValueError("it ends too early")
+    return bytes(encoded[LENGTH_NBYTES:start]).decode(), memoryview(encoded)[start:]
 
 
 def check_not_reserved(keys: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import listing
+from ..errors import counted, listing
 from ..pieces import Piece
 from .format import JsonValue
 from .index import CheckpointIndex, Stored
@@ -52,7 +52,7 @@ class SalvageReport:
         return not self.damaged and not self.unreadable and self.manifest_problem is None
 
     def __str__(self) -> str:
-        lines = [f"'{self.path}': {len(self.intact)} keys are intact, {len(self.damaged)} are not"]
+        lines = [f"'{self.path}': {counted(len(self.intact), 'key is', 'keys are')} intact, {counted(len(self.damaged), 'is', 'are')} not"]
         lines += [f"- lost: '{key}', {why}" for key, why in self.damaged.items()]
         lines += [f"- {name}: {why}. Keys that only it holds are lost, and can't be named" for name, why in self.unreadable.items()]
         if self.manifest_problem is not None:

@@ -63,15 +63,20 @@ class _Found(NamedTuple):
     byte_offset: int
 
 
-def open_index(path: Path) -> CheckpointIndex:
+def open_index(path: Path, *, reserved: bool = False) -> CheckpointIndex:
     """Read the index of a checkpoint directory: of ours where it has a manifest, else of one that stock Paddle wrote.
 
-    What belongs to no model or optimizer, under reserved keys, is left out.
+    Args:
+        path: the directory.
+        reserved: with what belongs to no model or optimizer, under reserved keys.
 
     Raises:
         CheckpointError: as :func:`~.index.read_index` and :func:`read_stock_index`.
     """
-    return read_stock_index(path) if is_stock(path) else without_reserved(read_index(path))
+    if is_stock(path):
+        return read_stock_index(path)
+    index = read_index(path)
+    return index if reserved else without_reserved(index)
 
 
 def read_stock_index(path: Path) -> CheckpointIndex:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, listing
+from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
 from ..pieces import Piece
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
 from .index import CheckpointIndex
@@ -72,11 +72,11 @@ class VerifyReport:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        ranks = "" if self.world_size is None else f", saved by {self.world_size} rank{'s' if self.world_size != 1 else ''}"
-        lines = [f"'{self.path}': {self.kind}{step}{ranks}, {self.keys} keys, {self.nbytes} bytes"]
+        ranks = "" if self.world_size is None else f", saved by {counted(self.world_size, 'rank')}"
+        lines = [f"'{self.path}': {self.kind}{step}{ranks}, {counted(self.keys, 'key')}, {counted(self.nbytes, 'byte')}"]
         lines += [f"- {finding}" for finding in self.findings]
         lines += [f"(not checked: {what})" for what in self.not_checked]
-        lines.append("nothing is wrong" if self.is_good else f"{len(self.findings)} things are wrong")
+        lines.append("nothing is wrong" if self.is_good else counted(len(self.findings), "thing is wrong", "things are wrong"))
         return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ def damage(path: Path) -> None:
 @pytest.mark.parametrize("command", ["verify", "salvage"])
 def test_exit_status_and_output(checkpoint: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(checkpoint)]) == 0
-    assert "1 keys" in capsys.readouterr().out
+    assert "1 key" in capsys.readouterr().out
     damage(checkpoint / "0_0.safetensors")
     assert main([command, str(checkpoint), "--workers", "2"]) == 1
     assert "'w'" in capsys.readouterr().out
@@ -115,4 +115,4 @@ def test_a_root_is_verified_checkpoint_by_checkpoint(checkpoint: Path, tmp_path:
     assert main(["verify", str(root)]) == 1
     output = capsys.readouterr().out
     assert "- step_00000003: 0_0.safetensors: damaged" in output
-    assert output.endswith("2 of 3 are damaged or incomplete\n")
+    assert output.endswith("damaged or incomplete: 2 of 3\n")

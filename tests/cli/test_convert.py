@@ -32,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_exit_status_and_output(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["convert", str(checkpoint), "--to", "hf", str(tmp_path / "model"), "--recipe", "none"]
     assert main(command) == 0
-    assert "1 tensors, 24 bytes in 2 files, by the recipe 'none'" in capsys.readouterr().out
+    assert "1 tensor, 24 B in 2 files, by the recipe 'none'" in capsys.readouterr().out
     np.testing.assert_array_equal(load_file(tmp_path / "model" / "model-00001-of-00001.safetensors")["w"], WEIGHT)
     assert main(command) == 2
     output = capsys.readouterr()

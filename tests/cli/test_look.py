@@ -34,7 +34,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].split() == ["w", "float32", "[6]", "0", "5", "2.5", "0", "0"]
     part = write_checkpoint(tmp_path / "part", 5, 0.0)
     assert main(["inspect", str(part), "--stats"]) == 1
-    assert "1 keys are not whole: 'w'" in capsys.readouterr().out
+    assert "1 key is not whole: 'w'" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path), "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["checkpoints"]) == 2
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
@@ -45,11 +45,11 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = write_checkpoint(tmp_path / "one", 6, 0.0), write_checkpoint(tmp_path / "other", 6, 8.0)
     assert main(["diff", str(one), str(one)]) == 0
-    assert capsys.readouterr().out == "no difference: 1 keys, equal bit for bit\n"
+    assert capsys.readouterr().out == "no difference: 1 key, equal bit for bit\n"
     assert main(["diff", str(one), str(other), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["values"][0]["largest"] == 8.0
     assert main(["diff", str(one), str(write_checkpoint(tmp_path / "part", 5, 0.0))]) == 2
-    assert "doesn't hold all elements of 1 keys" in capsys.readouterr().err
+    assert "doesn't hold all elements of 1 key" in capsys.readouterr().err
 
 
 def test_they_run_without_paddle(tmp_path: Path) -> None:

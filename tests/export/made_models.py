@@ -103,6 +103,21 @@ def save_groups(
     ckpt.save(path, model=model, optimizer=stepper, step=settings["step"], extra_state=settings["extra_state"])
 
 
+def save_by_manager(root: str, arrays: Mapping[str, np.ndarray], average: float, extra: np.ndarray, loss: float, gamma: float) -> None:
+    """Save step 3 with all that a manager keeps; each weight's average is full of a number."""
+    model = build(arrays, "float32", {})
+    schedule = paddle.optimizer.lr.ExponentialDecay(0.1, gamma)
+    stepper = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=stepper)
+    ckpt.init_optimizer_state(stepper)
+    averages = ckpt.sharded_state_dict(model)
+    for weight in averages.values():
+        weight.local_tensor = paddle.full_like(weight.local_tensor, average)
+    with ckpt.CheckpointManager(root) as checkpoints:
+        kept = {"lr_scheduler": schedule, "sharded": averages, "metrics": {"loss": loss}, "rank_state": dist.get_rank()}
+        checkpoints.save(3, model=model, optimizer=stepper, extra_state={"epoch": 1, "seen": extra}, **kept)
+
+
 def load_into(path: str, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Load a checkpoint into a sharded model of other values, and return what it holds then."""
     model = build({name: np.full(shape, -7, np.float32) for name, shape in shapes.items()}, "float32", tied)

@@ -13,7 +13,10 @@ from harness import RankPool
 
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.export import values
-from paddle_fsdp_ckpt.export.difference import FactDifference, ValueDifference, compare
+from paddle_fsdp_ckpt.export.contents import MODEL, SHARDED, TRAINER
+from paddle_fsdp_ckpt.export.difference import ValueDifference, compare
+from paddle_fsdp_ckpt.export.facts import FactDifference
+from paddle_fsdp_ckpt.export.inspection import inspect
 
 Ranks = Callable[[int], RankPool]
 
@@ -70,10 +73,60 @@ def test_values_keys_shapes(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.Mo
     assert found.shapes == (FactDifference("shape", [5], [7, 5]),)
     old, new = (float(array["first.weight"][6, 4]) for array in (ARRAYS, changed))
     assert found.values == (
-        ValueDifference("first.weight", 35, 2, abs(new - old), abs(new - old) / max(abs(old), abs(new)), 1),
-        ValueDifference("first.bias", 5, 1, 2 * abs(float(ARRAYS["first.bias"][2])), 2.0, 0),
+        ValueDifference("first.weight", MODEL, 35, 2, abs(new - old), abs(new - old) / max(abs(old), abs(new)), 1),
+        ValueDifference("first.bias", MODEL, 5, 1, 2 * abs(float(ARRAYS["first.bias"][2])), 2.0, 0),
     )
-    assert "the values of 2 of 2 keys differ" in str(found)
+    assert "the values of 2 of 2 parameters and buffers differ" in str(found)
+    assert "the values of 0 of 0 other keys differ" in str(found)
+
+
+def test_what_a_manager_keeps(tmp_path: Path, ranks: Ranks) -> None:
+    seen = np.arange(3)
+    kept = {"a": (ARRAYS, 2.0, seen, 0.5, 0.9), "b": (ARRAYS, 2.0, seen, 0.5, 0.9), "c": (ARRAYS, 3.0, seen + 1, 0.25, 0.8)}
+    for name, arguments in kept.items():
+        ranks(3 if name == "c" else 2).run(made_models.save_by_manager, str(tmp_path / name), *arguments)
+    a, b, c = (tmp_path / name / "step_00000003" for name in kept)
+    same = compare(a, b)
+    assert same.is_none and same.left_out == ("random number generators and rank_state",)
+    assert str(same) == "no difference: 18 keys, equal bit for bit\n(not compared: random number generators and rank_state)"
+    other = compare(a, c)
+    assert [(one.key, one.kind, one.differing, one.largest) for one in other.values] == [
+        (f"@paddle_fsdp_ckpt/sharded/{name}", SHARDED, array.size, 1.0) for name, array in sorted(ARRAYS.items())
+    ]
+    rows = [line.split() for line in str(other).splitlines()]
+    for row in ("lr_schedulers.0.settings.gamma 0.9 0.8", "metrics.loss 0.5 0.25"):
+        assert row.split() in rows, str(other)
+    assert "arrays in extra_state" in str(other)
+    amounts = {one.kind: (one.keys, one.elements) for one in inspect(a).amounts}  # type: ignore[union-attr]
+    assert amounts[SHARDED] == (3, sum(array.size for array in ARRAYS.values()))
+    assert amounts[TRAINER][0] == 4  # what is common, metrics, and each rank's own
+
+
+def test_only_some_keys(tmp_path: Path, ranks: Ranks) -> None:
+    changed = ARRAYS | {"first.bias": ARRAYS["first.bias"] + 100}
+    for name, arrays, step in (("one", ARRAYS, 3), ("other", changed, 4)):
+        settings = SETTINGS | {"step": step}
+        ranks(2).run(made_models.save_groups, str(tmp_path / name), arrays, [(list(ARRAYS), {})], settings)
+    ranks(2).run(made_models.save_model, str(tmp_path / "bare"), ARRAYS)
+    one, other, bare = (tmp_path / name for name in ("one", "other", "bare"))
+    found = compare(one, other, keys="*.weight")
+    assert found.is_none and found.compared == 2
+    assert [value.key for value in compare(one, other, keys="*.bias*").values] == ["first.bias"]
+    assert compare(one, bare, weights_only=True).is_none
+    assert len(compare(one, bare).only_one) == 12
+    with pytest.raises(CheckpointError, match="neither has a key of the form 'x'; .* has first.weight"):
+        compare(one, other, keys="x")
+
+
+def test_the_model_comes_first_and_what_moved_most(tmp_path: Path, ranks: Ranks) -> None:
+    for name, factor in (("one", 1.0), ("other", 2.0)):
+        arrays = {key: np.full(3, factor * size, np.float32) for key, size in (("a", 1.0), ("b", 5.0))}
+        factors = {"moment1": 100.0}
+        ranks(2).run(made_models.save_states, str(tmp_path / name), arrays, "AdamW", factors)
+    found = compare(tmp_path / "one", tmp_path / "other")
+    assert [one.key for one in found.values] == ["b", "a", "b.moment1_0", "a.moment1_0"]
+    lines = str(found).splitlines()
+    assert "the values of 2 of 2 parameters and buffers differ" in lines and "the values of 2 of 8 other keys differ" in lines
 
 
 def test_other_dtypes_are_compared_by_value(tmp_path: Path, ranks: Ranks) -> None:

@@ -82,7 +82,7 @@ def test_tied_weights(family: str, written: bool, tmp_path: Path, ranks: Ranks) 
         ({"tie_word_embeddings": True}, {}, "have other values; say false there"),
         ({}, {"lm_head.weight": None}, "nothing that becomes 'lm_head.weight'"),
         ({"vocab_size": 5}, {}, "vocab_size and hidden_size in"),
-        ({}, {"model.layers.0.mlp.more": np.zeros(2, np.float32)}, "1 keys are taken by no rule: 'model.layers.0.mlp.more'"),
+        ({}, {"model.layers.0.mlp.more": np.zeros(2, np.float32)}, "1 key is taken by no rule: 'model.layers.0.mlp.more'"),
         ({"model_type": "bert"}, {}, "model_type 'bert'; give --recipe"),
     ],
 )

@@ -88,6 +88,7 @@ def test_stock_paddle(tmp_path: Path, ranks: Ranks) -> None:
     assert (found.kind, found.step, found.world_size, found.created) == ("a checkpoint of stock Paddle", None, 2, None)
     assert found.amounts == (Amount("parameters and buffers", "float32", 1, 12, 48),)
     assert found.optimizers == ()
+    assert "every key is whole; stock Paddle keeps no digests of values" in str(found)
 
 
 def test_a_root_of_many(tmp_path: Path, ranks: Ranks) -> None:

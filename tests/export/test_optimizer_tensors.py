@@ -95,7 +95,7 @@ def test_what_can_not_be_exported(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(made_models.save_states, str(tmp_path / "saved"), arrays, "ASGD", {"d": 2.0, "y": 3.0})
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps({"name": "mine", "rules": [{"source": "a.weight", "targets": ["a.weight"], "transpose": True}]}))
-    with pytest.raises(MismatchError, match=r"1 states lie otherwise than their parameters.*'a.weight.y_0' \[1, 12\]"):
+    with pytest.raises(MismatchError, match=r"1 state lies otherwise than its parameter.*'a.weight.y_0' \[1, 12\]"):
         export_huggingface(tmp_path / "saved", tmp_path / "model", recipe=str(recipe), optimizer=True)
     assert not (tmp_path / "model").exists()
     export_huggingface(tmp_path / "saved", tmp_path / "model", recipe="none", optimizer=True)

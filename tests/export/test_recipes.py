@@ -84,7 +84,7 @@ def test_keys_that_no_rule_takes_or_two_do() -> None:
         recipe.rules_of(["a.1.b", "cc", "c", "a.01.b", "xc"])
     message = str(caught.value)
     assert "2 keys are taken by no rule: 'cc', 'xc'" in message
-    assert "1 keys are taken by several rules: 'a.1.b' by 'a.{n}.b' and 'a.{*any}'" in message
+    assert "1 key is taken by several rules: 'a.1.b' by 'a.{n}.b' and 'a.{*any}'" in message
 
 
 def test_two_tensors_of_one_name(tmp_path: Path, ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...layout import ITEM_SIZES, Layout
 from ...optimizer_states import StateKind
 from ...storage.format import DTYPE_NBYTES, JsonValue
@@ -126,11 +126,12 @@ class RunPlan(BlockReport):
         """Yield a table with a column for each number of ranks."""
         masters = " with float32 master weights" if self.has_master_weights else ""
         yield (
-            f"'{self.path}': {self.family}, {self.parameters:,} parameters of {self.elements:,} elements in {self.units} units, "
+            f"'{self.path}': {self.family}, {counted(self.parameters, 'parameter')} of {counted(self.elements, 'element')} in "
+            f"{counted(self.units, 'unit')}, "
             f"{self.dtype}{masters}, {self.optimizer}"
         )
         yield ""
-        titles = ["", *(f"{one.world_size:,} rank{'s' if one.world_size != 1 else ''}" for one in self.worlds)]
+        titles = ["", *(counted(one.world_size, "rank") for one in self.worlds)]
         rows = [[label, *(cell(one) for one in self.worlds)] for label, cell in _ROWS]
         yield Table(titles, rows, right=range(1, len(titles)))
         yield from (f"- {note}" for note in self.notes)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ...errors import CheckpointError, MismatchError, listing
+from ...errors import CheckpointError, MismatchError, counted, listing
 from ...layout import Range
 from ...pieces import Piece
 from ..config import ModelConfig
@@ -150,9 +150,9 @@ class Recipe:
         ]
         texts = []
         if without:
-            texts.append(f"{len(without)} keys are taken by no rule: {listing(without)}")
+            texts.append(f"{counted(len(without), 'key is', 'keys are')} taken by no rule: {listing(without)}")
         if several:
-            texts.append(f"{len(several)} keys are taken by several rules: {listing(several)}")
+            texts.append(f"{counted(len(several), 'key is', 'keys are')} taken by several rules: {listing(several)}")
         if texts:
             raise MismatchError(
                 f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. Use the recipe of the model's family, or write "
