@@ -51,18 +51,7 @@ _TINY = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-_QWEN3_30B_A3B = _TINY | {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "torch_dtype": "bfloat16",
-}
+_QWEN3_30B_A3B = json.loads((HERE / "qwen3_30b_a3b.json").read_text(encoding="utf-8"))
 
 _TEXT: list[tuple[str, Sequence[str | tuple[str, ...]]]] = [
     (
@@ -81,8 +70,14 @@ _TEXT: list[tuple[str, Sequence[str | tuple[str, ...]]]] = [
         [("verify", "checkpoints"), ("salvage", "checkpoints/step_00000300")],
     ),
     (
-        "**diff** compares two, saved on any numbers of ranks. Its exit status is that of `diff`.",
-        [("diff", "checkpoints/step_00000100", "checkpoints/step_00000200")],
+        (
+            "**diff** compares two, saved on any numbers of ranks: what they say of themselves and all values, or only some. Its exit "
+            "status is that of `diff`."
+        ),
+        [
+            ("diff", "checkpoints/step_00000100", "checkpoints/step_00000200"),
+            ("diff", "checkpoints/step_00000100", "checkpoints/step_00000200", "--keys", "*norm.weight"),
+        ],
     ),
     (
         (
@@ -96,7 +91,10 @@ _TEXT: list[tuple[str, Sequence[str | tuple[str, ...]]]] = [
     ),
     (
         "And such files as a checkpoint, with which a fine-tune can start:",
-        [("convert", "my-model", "--to", "fc", "start", "--dtype", "fp32")],
+        [
+            ("convert", "my-model", "--to", "fc", "start", "--dtype", "fp32"),
+            ("diff", "checkpoints/step_00000200", "start", "--weights-only", "--keys", "*.0.self_attn.*"),
+        ],
     ),
     (
         (

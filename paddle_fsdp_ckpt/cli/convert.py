@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from typing import Any
 
 from ..errors import CheckpointError
 from ..export.from_huggingface import import_huggingface
@@ -76,23 +77,30 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise CheckpointError(f"--{name.replace('_', '-')} is for --to {' and '.join(forms)}; leave it out")
 
 
+def _of_a_checkpoint(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what is said of a checkpoint's model, whatever it becomes."""
+    return {
+        "recipe": arguments.recipe,
+        "config": arguments.config,
+        "dtype": DTYPES.get(arguments.dtype),
+        "master_weights": arguments.master_weights,
+        "lora_alpha": arguments.lora_alpha,
+        "model_name": arguments.model,
+    }
+
+
 def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
     return export_huggingface(
         arguments.directory,
         arguments.out,
-        recipe=arguments.recipe,
-        config=arguments.config,
-        dtype=DTYPES.get(arguments.dtype),
-        master_weights=arguments.master_weights,
+        **_of_a_checkpoint(arguments),
         base=arguments.base,
         merge_lora=arguments.merge_lora,
-        lora_alpha=arguments.lora_alpha,
         allow_other_base=arguments.allow_other_base,
         max_shard_nbytes=arguments.max_shard_size or DEFAULT_MAX_SHARD_NBYTES,
-        progress=progress,
         optimizer=arguments.optimizer,
         workers=arguments.workers or 1,
-        model_name=arguments.model,
+        progress=progress,
     )
 
 
@@ -108,17 +116,7 @@ def _to_checkpoint(arguments: argparse.Namespace, progress: ShowProgress) -> Rep
 
 
 def _to_peft(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
-    return export_peft(
-        arguments.directory,
-        arguments.out,
-        recipe=arguments.recipe,
-        config=arguments.config,
-        dtype=DTYPES.get(arguments.dtype),
-        master_weights=arguments.master_weights,
-        lora_alpha=arguments.lora_alpha,
-        progress=progress,
-        model_name=arguments.model,
-    )
+    return export_peft(arguments.directory, arguments.out, **_of_a_checkpoint(arguments), progress=progress)
 
 
 def _size(text: str) -> int:
@@ -129,4 +127,6 @@ def _size(text: str) -> int:
     return nbytes
 
 
-CONVERT = Command("write a checkpoint's model as the files of a Hugging Face model, or such a model as a checkpoint", _add_arguments, _run)
+CONVERT = Command(
+    "write a checkpoint's model as a Hugging Face model, or as LoRA adapters; or such a model as a checkpoint", _add_arguments, _run
+)

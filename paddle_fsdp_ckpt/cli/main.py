@@ -91,8 +91,8 @@ def _refuse(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paddle-fsdp-ckpt",
-        description="Look at checkpoints of paddle_fsdp_ckpt and of stock Paddle.",
-        epilog="Exit status: 0 all is good, 1 it found something, 2 it can't look.",
+        description="Look into checkpoints of paddle_fsdp_ckpt and of stock Paddle, convert them, and plan them. Paddle isn't needed.",
+        epilog="Exit status: 0 all is good, 1 it found something, 2 it can't.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

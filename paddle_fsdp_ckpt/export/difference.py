@@ -124,7 +124,8 @@ class Difference(BlockReport):
                     yield f"... and {len(several) - _SHOWN} more"
         of_model = [one for one in self.values if one.kind == MODEL]
         yield from _value_blocks(of_model, f"{self.compared_model:,} {MODEL}")
-        yield from _value_blocks(self.values[len(of_model) :], counted(self.compared - self.compared_model, "other key"))
+        if self.compared > self.compared_model:
+            yield from _value_blocks(self.values[len(of_model) :], counted(self.compared - self.compared_model, "other key"))
         yield from self._notes()
 
     def _notes(self) -> Iterator[str]:

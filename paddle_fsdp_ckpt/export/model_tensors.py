@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, MismatchError, counted, listing
@@ -12,6 +12,8 @@ from ..storage.comparison import have_same_values
 from ..storage.index import CheckpointIndex
 from .config import TIED, ModelConfig
 from .contents import Contents
+from .planning.architecture import planned_units
+from .recipes import RECIPES
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
 from .values import whole_piece
 
@@ -72,6 +74,7 @@ def model_tensors(
             _check_untied(index, key, sources_of[key], sources_of.get(rule.tied_to, ()), config)
     sources = [source for key in contents.model for source in sources_of.get(key, ())]
     _check_names(sources)
+    _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters]
@@ -136,6 +139,41 @@ def _check_layers(found: Iterable[dict[str, str]], config: ModelConfig | None) -
         )
 
 
+def _check_described(
+    index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None, found: Mapping[str, tuple[int, ...]], tied: Collection[str]
+) -> None:
+    """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough."""
+    if config is None or recipe is not RECIPES.get(str(config.model_type)):
+        return
+    try:
+        planned = [one for unit in planned_units(config, "float32") for one in unit.parameters]
+    except CheckpointError:  # a field is missing, whose default is the reader's
+        return
+    pieces = {one.names[0]: Piece(one.names[0], one.dtype, one.shape, (0,) * len(one.shape), one.shape) for one in planned}
+    described = {
+        source.name: source.shape
+        for name, (rule, values) in recipe.rules_of(pieces).items()
+        for source in apply_rule(rule, values, pieces[name], config)
+    }
+    known = {*tied, *_heads(recipe)}  # of which it was said before what is wrong
+    lacking = [name for name in described if name not in found and name not in known]
+    beyond = [name for name in found if name not in described and name not in known]
+    others = [f"'{name}' {list(found[name])} for {list(shape)}" for name, shape in described.items() if found.get(name, shape) != shape]
+    texts = [f"lacks {listing(lacking)}"] if lacking else []
+    texts += [f"has besides {listing(beyond)}"] if beyond else []
+    texts += [f"has other shapes: {listing(others)}"] if others else []
+    if texts:
+        raise MismatchError(
+            f"'{config.path}' describes another model than '{index.path}' holds, which {'; '.join(texts)}; give the configuration of this "
+            "model"
+        )
+
+
+def _heads(recipe: Recipe) -> list[str]:
+    """Return the keys of tensors that may be tied to others."""
+    return [rule.source for rule in recipe.rules if rule.tied_to is not None]
+
+
 def _check_names(sources: Sequence[TensorSource]) -> None:
     counts = Counter(source.name for source in sources)
     twice = [f"'{name}'" for name, count in counts.items() if count > 1]
@@ -145,7 +183,7 @@ def _check_names(sources: Sequence[TensorSource]) -> None:
 
 def _head_notes(recipe: Recipe, keys: Collection[str], tied: dict[str, str], config: ModelConfig | None) -> list[str]:
     """Say, or raise, what the configuration must say of the head."""
-    heads = [rule.source for rule in recipe.rules if rule.tied_to is not None]
+    heads = _heads(recipe)
     lacking = [head for head in heads if head not in keys]
     if config is None:
         return [f'config.json must say "{TIED}": true'] if lacking or any(head in tied for head in heads) else []

@@ -216,7 +216,7 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     """Say beside a row what it is, with a bar as long as all buffers like it are large, compared with the largest."""
     from matplotlib.patches import Rectangle
 
-    axes.text(-0.008, number - 0.02, _common_name(row.copies), ha="right", va="center", fontsize=9, color=_INK)
+    axes.text(-0.008, number - 0.02, _row_label(row.copies), ha="right", va="center", fontsize=9, color=_INK)
     several = f"{len(row.copies)} x " if len(row.copies) > 1 else ""
     dtype = f" {row.dtype}" if with_dtype else ""
     padding = f"\npadding {_percent(row.padding / row.numel)}" if row.shard_numel is not None else ""
@@ -225,8 +225,13 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     axes.add_patch(Rectangle((1.01, number + 0.29), 0.22 * size, 0.05, facecolor="#777777", edgecolor="none", clip_on=False))
 
 
+def _row_label(names: Sequence[str]) -> str:
+    """Return one name for units that differ in their numbers; a number alone, as in a ``Sequential``, would be taken for a rank's."""
+    name = _common_name(names)
+    return name if any(character.isalpha() for character in name) else f"layer {name}"
+
+
 def _common_name(names: Sequence[str]) -> str:
-    """Return one name for units that differ in their numbers."""
     parts = list(zip(*(name.split(".") for name in names), strict=True))
     if len([part for part in parts if len(set(part)) > 1]) > 1:
         return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

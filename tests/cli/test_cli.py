@@ -69,7 +69,8 @@ def test_it_runs_as_a_module_without_paddle(checkpoint: Path, tmp_path: Path) ->
     done = subprocess.run([*COMMAND, "verify", str(checkpoint)], capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "nothing is wrong"
-    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, env=environment, timeout=60)
+    room = [sys.executable, "-m", "paddle_fsdp_ckpt.cli"]
+    done = subprocess.run([*room, "--version"], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.startswith("paddle-fsdp-ckpt ")
 
 

@@ -77,7 +77,7 @@ def test_values_keys_shapes(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.Mo
         ValueDifference("first.bias", MODEL, 5, 1, 2 * abs(float(ARRAYS["first.bias"][2])), 2.0, 0),
     )
     assert "the values of 2 of 2 parameters and buffers differ" in str(found)
-    assert "the values of 0 of 0 other keys differ" in str(found)
+    assert "other key" not in str(found)
 
 
 def test_what_a_manager_keeps(tmp_path: Path, ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ import made_models
 import numpy as np
 import pytest
 from harness import RankPool
-from published import VOCABULARY, as_in_paddle, config_of, published
+from published import EXPERTS, HEADS, HIDDEN, INNER, VOCABULARY, WIDTH, as_in_paddle, config_of, published
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -148,6 +148,26 @@ def test_tied_only_in_the_configuration(tmp_path: Path, ranks: Ranks) -> None:
     with pytest.raises(MismatchError, match="'lm_head.weight' is a tensor of its own, which would be lost"):
         export_huggingface(tmp_path / "saved", tmp_path / "model", config=config)
     assert not (tmp_path / "model").exists()
+
+
+FULL = {"num_experts": EXPERTS, "moe_intermediate_size": INNER, "intermediate_size": INNER, "head_dim": WIDTH}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_configuration_of_other_tensors(fused: bool, tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), as_in_paddle("qwen3_moe", published("qwen3_moe"), fused))
+    for changes, message in (
+        ({"num_experts": EXPERTS + 1}, rf"lacks model\.layers\.0\.mlp\.experts\.{EXPERTS}\.gate_proj\.weight"),
+        ({"num_experts": EXPERTS - 1}, rf"has besides model\.layers\.0\.mlp\.experts\.{EXPERTS - 1}\.(gate|down)_proj\.weight"),
+        ({"mlp_only_layers": [1]}, r"lacks model\.layers\.1\.mlp\.gate_proj\.weight, .*; has besides model\.layers\.1\.mlp\.gate\.weight"),
+        ({"moe_intermediate_size": 9}, rf"gate_proj\.weight' \[{INNER}, {HIDDEN}\] for \[9, {HIDDEN}\]"),
+        ({"head_dim": 6}, rf"q_proj\.weight' \[{HEADS * WIDTH}, {HIDDEN}\] for \[{HEADS * 6}, {HIDDEN}\]"),
+        ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.q_proj\.bias"),
+    ):
+        config = write_config(tmp_path / f"{changes}", config_of("qwen3_moe") | FULL | changes)
+        with pytest.raises(MismatchError, match=f"describes another model than .*, which .*{message}"):
+            export_huggingface(tmp_path / "saved", tmp_path / "model", config=config)
+    export_huggingface(tmp_path / "saved", tmp_path / "model", config=write_config(tmp_path / "right", config_of("qwen3_moe") | FULL))
 
 
 @pytest.mark.parametrize(

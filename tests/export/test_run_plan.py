@@ -50,19 +50,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 12, "head_dim": 8, "mlp_only_layers": [1]},
 }
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_30B_A3B: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "qwen3_30b_a3b.json").read_text())
+"""What the published model's ``config.json`` says of its shape; the documentation plans it too."""
 
 
 def write_config(tmp_path: Path, fields: dict[str, Any]) -> Path:
@@ -129,6 +118,11 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
     assert "the head is counted by itself" not in str(found)
     tied = plan_run(write_config(tmp_path, QWEN3_30B_A3B | {"tie_word_embeddings": True, "num_hidden_layers": 1}), [2])
     assert "the head is counted by itself" in str(tied)
+
+
+def test_heads_of_qwen3_are_128_wide_where_nothing_is_said(tmp_path: Path) -> None:
+    units = planned_units(read_config_file(write_config(tmp_path, TINY | {"model_type": "qwen3"})), "float32")
+    assert [one.shape for one in units[1].parameters if one.names[0].endswith("q_norm.weight")] == [(128,)]
 
 
 def test_every_element_lies_on_just_one_rank(tmp_path: Path) -> None:

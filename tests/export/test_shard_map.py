@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ def test_what_was_cut_otherwise_is_said_to_be(tmp_path: Path, capsys: pytest.Cap
     assert main(["plot", str(tmp_path / "saved"), "--out", str(tmp_path / "map.svg")]) == 0
     assert "padding isn't known" in capsys.readouterr().out
     text = (tmp_path / "map.svg").read_text()
+    assert ">blocks.0<" in text
     assert ">rank 0<" in text and "Not cut as fully_shard does by default" in text
 
 
@@ -96,6 +98,10 @@ def test_pictures(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[st
     ):
         assert said in text
     assert text == (tmp_path / "two.svg").read_text()
+    # A number alone would look as a rank's.
+    buffers = [replace(found.buffers[0], name="0", copies=("0",)), replace(found.buffers[-1], name="2", copies=("2", "3"))]
+    draw(replace(found, buffers=tuple(buffers)), tmp_path / "two.svg")
+    assert all(said in (tmp_path / "two.svg").read_text() for said in (">layer 0<", ">layer 2 ... 3<"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["map.png", "one.svg", "saved", "two.svg"]
     assert main(["plot", str(tmp_path / "saved"), "--out", str(tmp_path / "map.jpg")]) == 2
     assert "pictures are written as .png or .svg" in capsys.readouterr().err

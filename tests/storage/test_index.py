@@ -63,6 +63,10 @@ def test_collecting_garbage_goes_on_after_an_error(tmp_path: Path, checkpoint: P
         (lambda path: path.write_text("x"), "is a file"),
         (lambda path: path.mkdir(), "empty directory"),
         (lambda path: (path.mkdir(), (path / "config.json").write_text("{}")), "is not a checkpoint.*It holds config.json"),
+        (
+            lambda path: ((path / "step").mkdir(parents=True), (path / "step" / "manifest.json").touch()),
+            "is not a checkpoint, and holds 1 checkpoint: step; name one of them",
+        ),
         (lambda path: (path.mkdir(), (path / "0.metadata").write_bytes(b"")), "stock Paddle.*load_state_dict"),
     ],
 )

@@ -53,6 +53,7 @@ class _Family:
         experts: whether there are experts in place of some MLPs.
         shared_expert: whether there is one that all tokens go through.
         transposed_head: whether a head that is not tied is [hidden, vocabulary].
+        head_dim: how wide a head is where the configuration doesn't say; None for the hidden size divided by the heads.
     """
 
     decoder: str
@@ -61,6 +62,7 @@ class _Family:
     experts: bool = False
     shared_expert: bool = False
     transposed_head: bool = False
+    head_dim: int | None = None
 
 
 def _as_asked(config: ModelConfig) -> str:
@@ -80,7 +82,7 @@ _FAMILIES = {
     "llama": _Family("llama", _as_asked, transposed_head=True),
     "qwen2": _Family("model", _always),
     "qwen2_moe": _Family("model", _unless_refused, experts=True, shared_expert=True),
-    "qwen3": _Family("model", _as_asked, norms_of_heads=True),
+    "qwen3": _Family("model", _as_asked, norms_of_heads=True, head_dim=128),
     "qwen3_moe": _Family("model", _as_asked, norms_of_heads=True, experts=True),
 }
 
@@ -119,7 +121,7 @@ def planned_units(config: ModelConfig, dtype: str) -> list[PlannedUnit]:
 
 def _layer(name: str, number: int, family: _Family, config: ModelConfig, dtype: str) -> Iterator[PlannedParameter]:
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    width = config.count("head_dim", hidden // heads)
+    width = config.count("head_dim", family.head_dim or hidden // heads)
     rows = {"q": heads * width, "o": hidden} | dict.fromkeys("kv", config.count("num_key_value_heads", heads) * width)
     biases = family.biases(config)
     for one in "qkvo":

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...storage.format import JsonValue, cut_text, parse_json
-from ..config import ModelConfig
+from ..config import CONFIG_NAME, ModelConfig
 from .llama import LLAMA
 from .qwen2 import QWEN2, QWEN2_MOE
 from .qwen3 import QWEN3, QWEN3_MOE
@@ -45,7 +45,10 @@ def choose_recipe(wanted: str, config: ModelConfig | None) -> Recipe:
         return COPY
     if wanted == AUTO:
         if config is None:
-            raise CheckpointError(f"which family the model is of can't be told: give --config DIR, or --recipe, one of {_known()}")
+            raise CheckpointError(
+                f"which family the model is of can't be told without its {CONFIG_NAME}: convert --to hf takes it from --config DIR, "
+                f"and --to fc from beside the model's files; or give --recipe, one of {_known()}"
+            )
         if config.model_type not in RECIPES:
             raise CheckpointError(f"'{config.path}' has model_type {config.model_type!r:.100}; give --recipe, one of {_known()}")
         return RECIPES[config.model_type]
