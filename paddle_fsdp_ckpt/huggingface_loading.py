@@ -40,8 +40,9 @@ def load_huggingface(
     """Give a model the weights of a Hugging Face model in safetensors files. All ranks must call it alike.
 
     Strict: each parameter and persistable buffer must come from tensors of its shape and dtype, and each tensor must go somewhere. Fused
-    projections are put together. Each rank reads the rows that it keeps, and holds one parameter's part a second time. Master weights of
-    bound optimizers follow.
+    projections are put together. Each rank reads what it keeps, and holds one parameter's part a second time. Of a matrix that lies the
+    other way round that is a part of each of its rows, and where those are shorter than 64 KiB all of it is read, and let go of at once.
+    Master weights of bound optimizers follow.
 
     Args:
         path: the directory with ``config.json`` and ``model.safetensors``, or several and an index; the same on all ranks.

@@ -10,10 +10,10 @@ from ..storage.base_parameter import BaseParameter
 from ..storage.format import JsonValue, cut_text, parse_json
 from ..storage.index import CheckpointIndex
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, text_and_arrays
+from .text import NOTHING, value_text
 from .values import read_values, whole_piece
 
 _WIDTH = 100
-_NOTHING = "-"
 _OPTIMIZER = "optimizer"
 _KEPT_NAMES = ("extra_state", "lr_schedulers", "grad_scaler")
 
@@ -30,9 +30,10 @@ class FactDifference:
     def rows(self) -> Iterator[list[str]]:
         """Yield a row of cells for each value in it that differs: what it is, of how many parameters, and both values."""
         of = "" if self.parameters is None else f"{self.parameters:,}"
-        for path, one, other in _leaves(self.what, self.one, self.other):
-            if (_brief(one), _brief(other)) != (_NOTHING, _NOTHING):
-                yield [path, of, _brief(one), _brief(other)]
+        for path, *values in _leaves(self.what, self.one, self.other):
+            texts = [value_text(value, _WIDTH) for value in values]
+            if texts != [NOTHING, NOTHING]:
+                yield [path, of, *texts]
 
 
 def fact_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iterator[FactDifference]:
@@ -154,15 +155,3 @@ def _leaves(path: str, one: JsonValue, other: JsonValue) -> Iterator[tuple[str, 
                 yield from _leaves(f"{path}.{name}", mine, theirs)
     else:
         yield path, one, other
-
-
-def _brief(value: JsonValue) -> str:
-    text = _NOTHING if value is None else _inline(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
-
-
-def _inline(value: JsonValue) -> str:
-    """Return a value as people write it: a dict's items without braces."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_inline(item)}" for name, item in value.items() if item is not None) or _NOTHING
-    return str(value)

@@ -21,10 +21,10 @@ from ..storage.stock import open_index
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
 from .roots import checkpoints_in
 from .statistics import Statistics, statistics_of
-from .text import Block, BlockReport, Table, size_text
+from .text import Block, BlockReport, Table, size_text, value_text
 from .values import whole_piece
 
-_MANY = 1000
+_LONGEST = 1000
 _WIDTH = 110
 
 
@@ -139,7 +139,7 @@ class Inspection(BlockReport):
             facts.append(
                 ("holds", f"what trains, without its base, {counted(len(self.base), 'parameter')} of {counted(elements, 'element')}")
             )
-        facts += [("extra_state", _brief(self.extra_state))] if self.extra_state is not None else []
+        facts += [("extra_state", value_text(self.extra_state, _LONGEST))] if self.extra_state is not None else []
         facts.append(("health", self._health()))
         width = max(len(name) for name, _ in facts)
         yield from (f"  {name:<{width}}  {value}" for name, value in facts)
@@ -148,9 +148,9 @@ class Inspection(BlockReport):
         yield Table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
         for optimizer in self.optimizers:
             yield ""
-            yield from _wrap(f"{optimizer.cls}, learning rate {_brief(optimizer.learning_rate)}", "")
+            yield from _wrap(f"{optimizer.cls}, learning rate {value_text(optimizer.learning_rate, _LONGEST)}", "")
             for group in optimizer.groups:
-                yield from _wrap(f"{counted(group.parameters, 'parameter')}: {_brief(group.settings)}", "  ")
+                yield from _wrap(f"{counted(group.parameters, 'parameter')}: {value_text(group.settings, _LONGEST)}", "  ")
         if self.keys:
             yield ""
             yield self._key_table()
@@ -330,18 +330,6 @@ def _ranges(index: CheckpointIndex, key: str) -> Iterator[str]:
 def _wrap(text: str, indent: str) -> list[str]:
     """Return a long line as several, those after the first further in."""
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_long_words=False)
-
-
-def _brief(value: JsonValue) -> str:
-    if isinstance(value, dict):
-        items = (
-            (name, f"({_brief(item)})" if isinstance(item, dict) else _brief(item))
-            for name, item in value.items()
-            if item not in (None, {})
-        )
-        return ", ".join(f"{name} {text}" for name, text in items) or "-"
-    text = str(value)
-    return text if len(text) <= _MANY else f"{text[:_MANY]}..."
 
 
 def _statistics_cells(found: Statistics | None) -> list[str]:

@@ -256,7 +256,10 @@ def _draw_title(figure: Any, shard_map: ShardMap, shown: int, height: float) -> 
     step = "" if shard_map.step is None else f", step {shard_map.step}"
     figure.text(0.015, 1 - 0.28 / height, f"{shard_map.path.name}: parameters on {ranks}{step}", fontsize=13, va="center", color=_INK)
     if shard_map.is_exact:
-        text = "One row is a flat buffer, end to end. Black lines are where it is cut: each rank keeps the part below its number."
+        text = (
+            "One row is a flat buffer, end to end. Black lines are where it is cut: each rank keeps the part below its number. "
+            "The bars at the right compare the rows' sizes."
+        )
     else:
         text = _NOT_EXACT[0].upper() + _NOT_EXACT[1:] + ". Black lines are where another rank's part begins."
     left_out = len(shard_map.buffers) - shown

@@ -7,6 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..storage.format import JsonValue
+
+NOTHING = "-"
+"""What stands for a value that isn't there."""
+
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -16,6 +21,19 @@ def size_text(nbytes: int) -> str:
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
     return f"{nbytes} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def value_text(value: JsonValue, longest: int) -> str:
+    """Return a JSON value as people write it, no longer than that: a dict's items without braces, and what is nothing as ``-``."""
+    text = _value_text(value) or NOTHING
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def _value_text(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        items = ((name, f"({_value_text(item)})" if isinstance(item, dict) else _value_text(item)) for name, item in value.items())
+        return ", ".join(f"{name} {text}" for name, text in items if text not in ("", "()"))
+    return "" if value is None else str(value)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Carry out a read plan: compare what is stored twice, then read straight into the destinations, checking digests as bytes pass.
 
-Files are read in whole chunks, since a digest is of a whole chunk: what of a chunk nobody wants goes into scratch memory.
+Files are read in whole chunks, since a digest is of a whole chunk: what of a chunk nobody wants goes into scratch memory. Where there
+are no digests, as in Hugging Face's files, only small gaps are read over.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .plan import Duplicate, ReadPlan
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
 _READERS = 2
+_LARGEST_GAP = 1 << 16  # to read over it takes about as long as another call
 _CHUNKS_A_READER = 16  # many, since to change threads costs more than to read a chunk
 UNCHANGED = "nothing was changed"
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
@@ -178,9 +180,11 @@ def _read_file(
     check_digests: bool = True,
     on_read: Callable[[int], None] | None = None,
 ) -> None:
-    """Read ranges of one file into their buffers, in whole chunks, and compare the digests of those."""
+    """Read ranges of one file into their buffers, in whole chunks where these have digests, and compare those."""
     record = index.files[file]
     reads = (read for layer in _layers(ranges) for read in _by_chunk(layer, record.size, record.header_nbytes))
+    if not record.digests:
+        reads = (part for read in reads for part in _without_gaps(read))
     _read_chunks(index, file, reads, consequence, check_digests, on_read)
 
 
@@ -261,6 +265,19 @@ def _by_chunk(layer: Sequence[_Range], size: int, header_nbytes: int) -> Iterato
             inside.append(_Range(start, buffer[start - offset : current.stop - offset], key))
     if current is not None:
         yield _ChunkRead(current, inside[0].key, inside)
+
+
+def _without_gaps(read: _ChunkRead) -> Iterator[_ChunkRead]:
+    """Yield the parts of a chunk that somebody wants, those with small gaps between them as one."""
+    part: list[_Range] = []
+    end = read.chunk.start
+    for wanted in read.wanted:
+        if part and wanted.offset - end > _LARGEST_GAP:
+            yield _ChunkRead(Chunk(read.chunk.number, part[0].offset, end), part[0].key, part)
+            part = []
+        part.append(wanted)
+        end = wanted.offset + len(wanted.buffer)
+    yield _ChunkRead(Chunk(read.chunk.number, part[0].offset, end), part[0].key, part)
 
 
 def _fill(one: Chunk, wanted: Sequence[_Range], scratch: memoryview) -> list[memoryview]:

@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,32 @@ def test_4000_tiny_targets_cost_few_calls(tmp_path: Path, monkeypatch: pytest.Mo
     read = load(path, [piece for piece, _ in pieces[::-2]])
     np.testing.assert_array_equal(np.concatenate(read[::-1]), flat.reshape(-1, 2, 4)[:, 1].reshape(-1))
     assert len(calls) <= 4000 // 1024 + 1
+
+
+def test_without_digests_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what lies in small gaps; with digests whole chunks are, and the values are the same."""
+    whole = np.arange(400_000, dtype=np.float32)
+    index = read_index(write_checkpoint(tmp_path / "step", [[cut("w", whole)]]))
+    bare = replace(index, files=tuple(replace(one, digests="") for one in index.files))
+    targets = [
+        Piece("w", "float32", (400_000,), (0,), (400_000,), Range(start, start + 100)) for start in (10, 500, 100_000, 300_000, 399_900)
+    ]
+    real, read = os.preadv, [0]
+
+    def count(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = real(descriptor, buffers, offset)
+        read[0] += done
+        return done
+
+    monkeypatch.setattr(os, "preadv", count)
+    for one, nbytes in ((bare, 4 * (590 + 100 + 100 + 100)), (index, 4 * 400_000)):
+        read[0] = 0
+        plan = plan_read(one, targets, ["w"])
+        destinations = destinations_for(plan)
+        execute_read(plan, [values.data for values in destinations])
+        assert [values[0] for values in destinations] == [10, 500, 100_000, 300_000, 399_900]
+        assert all((np.diff(values) == 1).all() for values in destinations)
+        assert read[0] == nbytes
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
