@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 CHECKSUM_LENGTH = 16
@@ -23,7 +24,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _GOLDEN = 0x9E3779B97F4A7C15
 
-Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
+Words = NDArray[np.uint64]
 
 
 def seed_of(dtype: str, shape: Sequence[int]) -> int:
