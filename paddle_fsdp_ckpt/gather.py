@@ -6,7 +6,7 @@ shape that it has in the plain model, and belongs to the receiver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -49,9 +49,10 @@ def iter_full_parameters(
     """Yield (structured name, whole tensor) of each parameter, in the same order on every rank.
 
     All ranks must call it, and run it to the end. Each flat buffer is gathered once, and only where something of it is wanted; no
-    more than one is whole at a time. A parameter with several names comes out under each, as the same tensor. The tensors are
-    copies of what the weights were when the iteration began; they stay as they are. Where our ``fully_shard`` did not cut the model, each
-    rank reads its part of the weights once more to see whether they changed meanwhile.
+    more than one is whole at a time, beside the tensor that is being handed out. A parameter with several names comes
+    out under each, as the same tensor. The tensors are copies of what the weights were when the iteration began; they stay as they are.
+    Where our ``fully_shard`` did not cut the model, each rank reads its part of the weights once more to see whether they changed
+    meanwhile.
 
     Args:
         model: sharded by ``fully_shard``, ours or Paddle's own; or plain, without any communication then.
@@ -79,7 +80,8 @@ def iter_full_parameters(
     wanted = _wanted_slots(sharding, include, exclude, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
-    return _iterate(sharding.communicator, wanted, include, exclude, dtype, device, is_receiver)
+    gathering = _Gathering(sharding.communicator, [shard for shard, _ in wanted])
+    return _iterate(gathering, [slots for _, slots in wanted], include, exclude, dtype, device, is_receiver)
 
 
 def parameter_versions(model: nn.Layer) -> dict[str, int]:
@@ -195,30 +197,45 @@ def _wanted_slots(
 
 
 def _iterate(
-    communicator: Communicator,
-    wanted: Sequence[tuple[FlatShard, Sequence[Slot]]],
+    gathering: _Gathering,
+    wanted: Sequence[Sequence[Slot]],
     include: Selection | None,
     exclude: Selection | None,
     dtype: str | None,
     device: str | None,
     is_receiver: bool,
 ) -> Iterator[tuple[str, paddle.Tensor]]:
-    shards = [shard for shard, _ in wanted]
-    before = [_version(shard) for shard in shards]
-    with closing(_gather_each(communicator, shards, before)) as gathered:
-        for (shard, slots), version, whole in zip(wanted, before, gathered, strict=True):
+    with closing(gathering):
+        for slots in wanted:
+            whole = gathering.gather_next()
             for slot in slots if is_receiver else ():
-                if communicator.alone and _version(shard) != version:  # the whole buffer is the live one
-                    raise ShardingError(_CHANGED)
+                gathering.check_live_buffer()
                 tensor = owned(whole._slice(slot.range.start, slot.range.stop), slot.shape, dtype, device)
-                yield from ((name, tensor) for name in slot.names if _is_selected(name, include, exclude))
+                for name in slot.names:
+                    if _is_selected(name, include, exclude):
+                        yield name, tensor
+                del tensor
+            del whole  # before the next one is gathered
 
 
-def _gather_each(communicator: Communicator, shards: Sequence[FlatShard], before: Sequence[object]) -> Generator[paddle.Tensor, None, None]:
-    """Yield each whole buffer; where a rank stops before the last one, or its weights are not those from before, all others raise."""
-    for number, (shard, version) in enumerate(zip(shards, before, strict=True)):
-        mine = _GOES_ON if _version(shard) == version else _HAS_CHANGED
-        verdict = int(communicator.max_of_integers(np.array([mine], dtype=np.int32))[0])
+class _Gathering:
+    """The flat buffers of one iteration, gathered one after another.
+
+    Where a rank closes or drops it before the last one, or its weights are not what they were at the beginning, all others raise.
+    """
+
+    def __init__(self, communicator: Communicator, shards: Sequence[FlatShard]) -> None:
+        self._communicator = communicator
+        self._shards = shards
+        self._gathered = 0
+        self._versions = [_version(shard) for shard in shards]
+
+    def gather_next(self) -> paddle.Tensor:
+        """Return the next whole buffer: the live one where this rank is alone. A collective operation."""
+        number, self._gathered = self._gathered, len(self._shards)  # after an error, which all ranks get, there is nothing to tell
+        shard = self._shards[number]
+        mine = _GOES_ON if _version(shard) == self._versions[number] else _HAS_CHANGED
+        verdict = int(self._communicator.max_of_integers(np.array([mine], dtype=np.int32))[0])
         if verdict == _HAS_CHANGED:
             raise ShardingError(_CHANGED)
         if verdict == _HAS_LEFT:
@@ -226,14 +243,27 @@ def _gather_each(communicator: Communicator, shards: Sequence[FlatShard], before
                 "another rank left iter_full_parameters before its end; run it to the end on every rank, and ask by include, exclude or "
                 "to_rank for less"
             )
-        whole = shard.tensor if communicator.alone else communicator.all_gather(shard.tensor)
-        try:
-            yield whole
-        except GeneratorExit:
-            if number + 1 < len(shards):
-                communicator.max_of_integers(np.array([_HAS_LEFT], dtype=np.int32))
-            raise
-        del whole  # before the next one is gathered
+        self._gathered = number + 1
+        return shard.tensor if self._communicator.alone else self._communicator.all_gather(shard.tensor)
+
+    def check_live_buffer(self) -> None:
+        """Raise where what :meth:`gather_next` returned is the live buffer, and was written to since then.
+
+        Raises:
+            ShardingError: it was.
+        """
+        number = self._gathered - 1
+        if self._communicator.alone and _version(self._shards[number]) != self._versions[number]:
+            raise ShardingError(_CHANGED)
+
+    def close(self) -> None:
+        """Tell the other ranks, where there are buffers left."""
+        if self._gathered < len(self._shards):
+            self._gathered = len(self._shards)
+            self._communicator.max_of_integers(np.array([_HAS_LEFT], dtype=np.int32))
+
+    def __del__(self) -> None:
+        self.close()  # of an iterator that never began
 
 
 def _version(shard: FlatShard) -> object:
