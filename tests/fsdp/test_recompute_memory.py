@@ -78,8 +78,6 @@ def whole_units(kind: str, side: bool, depth: int) -> float:
 def test_weights_of_a_backward(ranks: Callable[[int], RankPool], kind: str, side: bool) -> None:
     for depth in (6, 12):
         for held in ranks(2).run(whole_units, kind, side, depth):
-            if kind == "not reentrant" and side:
-                # All blocks are run again before the first of them is done; Paddle's recompute keeps what each of them saved.
-                assert depth < held < depth + 4
-            else:
-                assert held < (4 if not side or kind == "reentrant" else 6)
+            # The unit as gathered and its gradient, each with a copy on its way; where blocks have losses of their own, backwards of
+            # several blocks go on side by side, and some units' gradients wait for the step.
+            assert held < (2 + depth / 3 if side and kind != "reentrant" else 3)
