@@ -52,7 +52,7 @@ def iter_full_parameters(
     more than one is whole at a time, beside the tensor that is being handed out. A parameter with several names comes
     out under each, as the same tensor. The tensors are copies of what the weights were when the iteration began; they stay as they are.
     Where our ``fully_shard`` did not cut the model, each rank reads its part of the weights once more to see whether they changed
-    meanwhile.
+    meanwhile. A rank that is slow with the tensors of one buffer keeps the others waiting, on gloo no longer than 30 seconds.
 
     Args:
         model: sharded by ``fully_shard``, ours or Paddle's own; or plain, without any communication then.

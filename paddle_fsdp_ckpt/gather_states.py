@@ -47,6 +47,7 @@ def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_
             for slot, tensor in table.gather(layout, communicator):
                 if is_receiver:
                     found[f"{slot.name}.{table.suffix}"] = owned(tensor, tuple(tensor.shape), None, device)
+                del tensor  # a view of the whole buffer, which must be gone before the next one is gathered
     return found
 
 

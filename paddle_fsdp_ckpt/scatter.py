@@ -35,7 +35,8 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
         from_rank: the rank that has the tensors.
 
     Raises:
-        ShardingError: the model is plain, which ``model.set_state_dict`` is for; or as :func:`~.state_dict.sharded_state_dict`.
+        ShardingError: the model is plain, which ``model.set_state_dict`` is for; or ``from_rank`` differs between ranks; or as
+            :func:`~.state_dict.sharded_state_dict`.
         MismatchError: on rank ``from_rank``, the tensors don't fit; it lists what doesn't.
         RankFailedError: on the others then.
         CheckpointError: there is no rank ``from_rank``.
@@ -49,6 +50,7 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
         raise CheckpointError(
             f"from_rank is {from_rank}, and the ranks that train the model are 0 to {communicator.overall_world_size - 1}"
         )
+    communicator.check_same("from_rank of load_full_state_dict", str(from_rank))
     buffers = dict(named_buffers(model))
     if communicator.overall_rank == from_rank:
         staged, values = _send(communicator, sharding.flat_shards(), buffers, {} if tensors is None else tensors)

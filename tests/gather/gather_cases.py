@@ -153,7 +153,9 @@ def _peak_of(call: Callable[[], None]) -> int:
 def peaks() -> dict[str, tuple[int, int]]:
     """Return the bytes that gathering and scattering may need, and did: nine tensors in each of 8 flat buffers, over 2 ranks."""
     model = nn.Sequential(*[nn.Sequential(*[nn.Linear(64, 64, bias_attr=False) for _ in range(9)]) for _ in range(8)])
-    ckpt.fully_shard(model, optimizer=None, unit_layers=[nn.Sequential])
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=optimizer, unit_layers=[nn.Sequential])
+    ckpt.init_optimizer_state(optimizer)
     runtime = runtime_of(model)
     assert runtime is not None
     buffer, tensor = 9 * 64 * 64 * 4, 64 * 64 * 4
@@ -167,7 +169,10 @@ def peaks() -> dict[str, tuple[int, int]]:
 
         return call
 
+    states = _peak_of(lambda: ckpt.full_optimizer_state_dict(optimizer, to_rank=0) and None)
+    all_states = 0 if this_rank().rank else 2 * 8 * buffer
     return {
+        "all states where they are wanted, a state of a buffer, and this rank's part of it": (all_states + buffer * 3 // 2, states),
         "a buffer and the two tensors handed out last": (buffer + 2 * tensor, _peak_of(iterate())),
         "the same in a dtype twice as large": (buffer + 4 * tensor, _peak_of(iterate(dtype="float64", to_rank=0))),
         # Of the 8 buffers each rank has half a second time.
@@ -348,6 +353,8 @@ def scatter_badly(kind: str) -> str:
     given = source if kind == "raises" else new
     with pytest.raises((ckpt.CheckpointError, OSError)) as caught:
         ckpt.load_full_state_dict(model, given if this_rank().rank == 0 else None)
+    with pytest.raises(ckpt.ShardingError, match="from_rank of load_full_state_dict differs between ranks"):
+        ckpt.load_full_state_dict(model, right, from_rank=this_rank().rank)
     assert_same(ckpt.full_state_dict(model, to_rank=None), right)
     return f"{type(caught.value).__name__}: {caught.value}"
 
