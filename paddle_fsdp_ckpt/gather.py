@@ -73,13 +73,13 @@ def iter_full_parameters(
     """
     check_tensors(model)
     sharding = sharding_of(model)
-    is_receiver = receives(sharding, to_rank)
     if sharding.is_plain:
-        pairs = _plain_parameters(model, include, exclude, trainable_only) if is_receiver else iter(())
+        pairs = _plain_parameters(model, include, exclude, trainable_only) if receives(sharding, to_rank) else iter(())
         return ((name, owned(tensor, tuple(tensor.shape), dtype, device)) for name, tensor in pairs)
     wanted = _wanted_slots(sharding, include, exclude, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
+    is_receiver = receives(sharding, to_rank)  # after that, so that an error of one rank is one of all
     gathering = _Gathering(sharding.communicator, [shard for shard, _ in wanted])
     return _iterate(gathering, [slots for _, slots in wanted], include, exclude, dtype, device, is_receiver)
 

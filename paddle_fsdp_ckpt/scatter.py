@@ -46,11 +46,11 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
     if sharding.is_plain:
         raise ShardingError("load_full_state_dict: the model is not sharded; use model.set_state_dict")
     communicator = sharding.communicator
+    communicator.check_same("from_rank of load_full_state_dict", str(from_rank))
     if not 0 <= from_rank < communicator.overall_world_size:
         raise CheckpointError(
             f"from_rank is {from_rank}, and the ranks that train the model are 0 to {communicator.overall_world_size - 1}"
         )
-    communicator.check_same("from_rank of load_full_state_dict", str(from_rank))
     buffers = dict(named_buffers(model))
     if communicator.overall_rank == from_rank:
         staged, values = _send(communicator, sharding.flat_shards(), buffers, {} if tensors is None else tensors)

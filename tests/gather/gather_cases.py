@@ -235,11 +235,22 @@ def change_in_the_middle(kind: str) -> list[str]:
 
 
 def ask_for_different_things() -> str:
-    model, _, _ = sharded()
+    model = Net()
+    ckpt.fully_shard(model)
     with pytest.raises(ckpt.ShardingError) as caught:
         ckpt.iter_full_parameters(model, include=["embed.*" if this_rank().rank else "head.*"])
-    with pytest.raises(ckpt.CheckpointError, match="to_rank is 7"):
-        ckpt.full_state_dict(model, to_rank=7)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    ckpt.bind_optimizer(optimizer)
+    calls: list[tuple[Callable[[int], Any], str]] = [
+        (lambda rank: ckpt.full_state_dict(model, to_rank=rank), "to_rank"),
+        (lambda rank: ckpt.full_optimizer_state_dict(optimizer, to_rank=rank), "to_rank"),
+        (lambda rank: ckpt.load_full_state_dict(model, {}, from_rank=rank), "from_rank"),
+    ]
+    for call, what in calls:
+        with pytest.raises(ckpt.CheckpointError, match=f"{what} is 7"):
+            call(7)
+        with pytest.raises(ckpt.ShardingError, match="differs between ranks"):
+            call(7 if this_rank().rank else 0)
     return str(caught.value)
 
 
