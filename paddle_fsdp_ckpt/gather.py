@@ -24,8 +24,8 @@ from .shardings import FlatShard, Sharding, sharding_of
 from .storage.digests import digest_of_parts
 from .subjects import check_tensors
 
-Selection: TypeAlias = Iterable[str] | Callable[[str], bool]
-"""Which names: shell-style patterns (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
+Selection: TypeAlias = str | Iterable[str] | Callable[[str], bool]
+"""Which names: a shell-style pattern or several (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
 
 _GOES_ON, _HAS_LEFT, _HAS_CHANGED = 0, 1, 2
 """What ranks tell each other before each flat buffer."""
@@ -73,15 +73,16 @@ def iter_full_parameters(
     """
     check_tensors(model)
     sharding = sharding_of(model)
+    is_wanted = _choice(include, exclude)
     if sharding.is_plain:
-        pairs = _plain_parameters(model, include, exclude, trainable_only) if receives(sharding, to_rank) else iter(())
+        pairs = _plain_parameters(model, is_wanted, trainable_only) if receives(sharding, to_rank) else iter(())
         return ((name, owned(tensor, tuple(tensor.shape), dtype, device)) for name, tensor in pairs)
-    wanted = _wanted_slots(sharding, include, exclude, trainable_only)
+    wanted = _wanted_slots(sharding, is_wanted, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
     is_receiver = receives(sharding, to_rank)  # after that, so that an error of one rank is one of all
     gathering = _Gathering(sharding.communicator, [shard for shard, _ in wanted])
-    return _iterate(gathering, [slots for _, slots in wanted], include, exclude, dtype, device, is_receiver)
+    return _iterate(gathering, [slots for _, slots in wanted], is_wanted, dtype, device, is_receiver)
 
 
 def parameter_versions(model: nn.Layer) -> dict[str, int]:
@@ -130,14 +131,11 @@ def full_state_dict(
         ShardingError: as :func:`iter_full_parameters`.
         CheckpointError: the same.
     """
-    found = dict(
-        iter_full_parameters(
-            model, include=include, exclude=exclude, trainable_only=trainable_only, dtype=dtype, device=device, to_rank=to_rank
-        )
-    )
+    is_wanted = _choice(include, exclude)
+    found = dict(iter_full_parameters(model, include=is_wanted, trainable_only=trainable_only, dtype=dtype, device=device, to_rank=to_rank))
     if not trainable_only and receives(sharding_of(model), to_rank):
         for name, buffer in named_buffers(model):
-            if _is_selected(name, include, exclude):
+            if is_wanted(name):
                 found[name] = owned(buffer.detach(), tuple(buffer.shape), None, device)
     return found
 
@@ -156,22 +154,25 @@ def receives(sharding: Sharding, to_rank: int | None) -> bool:
     return to_rank in (None, rank)
 
 
-def _matches(name: str, selection: Selection) -> bool:
-    return bool(selection(name)) if callable(selection) else any(fnmatchcase(name, pattern) for pattern in selection)
+def _choice(include: Selection | None, exclude: Selection | None) -> Callable[[str], bool]:
+    """Return what tells whether a name is wanted."""
+    included = _matcher("*" if include is None else include)
+    excluded = _matcher(() if exclude is None else exclude)
+    return lambda name: included(name) and not excluded(name)
 
 
-def _is_selected(name: str, include: Selection | None, exclude: Selection | None) -> bool:
-    return (include is None or _matches(name, include)) and not (exclude is not None and _matches(name, exclude))
+def _matcher(selection: Selection) -> Callable[[str], bool]:
+    if callable(selection):
+        return lambda name: bool(selection(name))
+    patterns = (selection,) if isinstance(selection, str) else tuple(selection)
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _plain_parameters(
-    model: nn.Layer, include: Selection | None, exclude: Selection | None, trainable_only: bool
-) -> Iterator[tuple[str, paddle.Tensor]]:
+def _plain_parameters(model: nn.Layer, is_wanted: Callable[[str], bool], trainable_only: bool) -> Iterator[tuple[str, paddle.Tensor]]:
     wanted = [
         (named.parameter, names)
         for named in named_parameters(model)
-        if not (trainable_only and named.parameter.stop_gradient)
-        and (names := [name for name in sorted(named.names) if _is_selected(name, include, exclude)])
+        if not (trainable_only and named.parameter.stop_gradient) and (names := [name for name in sorted(named.names) if is_wanted(name)])
     ]
     before = [_digest(parameter) for parameter, _ in wanted]
     for (parameter, names), digest in zip(wanted, before, strict=True):
@@ -180,16 +181,14 @@ def _plain_parameters(
         yield from ((name, parameter.detach()) for name in names)
 
 
-def _wanted_slots(
-    sharding: Sharding, include: Selection | None, exclude: Selection | None, trainable_only: bool
-) -> list[tuple[FlatShard, list[Slot]]]:
+def _wanted_slots(sharding: Sharding, is_wanted: Callable[[str], bool], trainable_only: bool) -> list[tuple[FlatShard, list[Slot]]]:
     """Return the slots to yield of each flat buffer that has any."""
     wanted = []
     for shard in sharding.flat_shards():
         slots = [
             slot
             for slot, trainable in zip(shard.layout.slots, shard.trainable, strict=True)
-            if (trainable or not trainable_only) and any(_is_selected(name, include, exclude) for name in slot.names)
+            if (trainable or not trainable_only) and any(is_wanted(name) for name in slot.names)
         ]
         if slots:
             wanted.append((shard, slots))
@@ -199,8 +198,7 @@ def _wanted_slots(
 def _iterate(
     gathering: _Gathering,
     wanted: Sequence[Sequence[Slot]],
-    include: Selection | None,
-    exclude: Selection | None,
+    is_wanted: Callable[[str], bool],
     dtype: str | None,
     device: str | None,
     is_receiver: bool,
@@ -212,7 +210,7 @@ def _iterate(
                 gathering.check_live_buffer()
                 tensor = owned(whole._slice(slot.range.start, slot.range.stop), slot.shape, dtype, device)
                 for name in slot.names:
-                    if _is_selected(name, include, exclude):
+                    if is_wanted(name):
                         yield name, tensor
                 del tensor
             del whole  # before the next one is gathered

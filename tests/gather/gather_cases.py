@@ -134,6 +134,10 @@ def gather_some() -> tuple[int, list[int], list[int], int]:
     assert_same(adapters, wanted)
     ends = ckpt.iter_full_parameters(model, include=lambda name: name.endswith("weight"), exclude=["out.*", "blocks.*"], dtype="float64")
     found = dict(ends)
+    # One pattern, and patterns that can be looked at once only.
+    for one in ("steps", iter(["ste*", "nothing"])):
+        assert ckpt.full_state_dict(model, include=one, to_rank=None).keys() == {"steps"}
+    assert dict(ckpt.iter_full_parameters(model, include=(name for name in right), exclude="[!h]*")).keys() == {"head.weight", "head.bias"}
     assert found.keys() == {"embed.weight", "conv.weight", "norm.weight", "head.weight"}
     for name, tensor in found.items():
         assert tensor.dtype == paddle.float64
