@@ -6,7 +6,7 @@ shape that it has in the plain model, and belongs to the receiver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -24,8 +24,8 @@ from .shardings import FlatShard, Sharding, sharding_of
 from .storage.digests import digest_of_parts
 from .subjects import check_tensors
 
-Selection: TypeAlias = Iterable[str] | Callable[[str], bool]
-"""Which names: shell-style patterns (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
+Selection: TypeAlias = str | Iterable[str] | Callable[[str], bool]
+"""Which names: a shell-style pattern or several (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
 
 _GOES_ON, _HAS_LEFT, _HAS_CHANGED = 0, 1, 2
 """What ranks tell each other before each flat buffer."""
@@ -49,9 +49,10 @@ def iter_full_parameters(
     """Yield (structured name, whole tensor) of each parameter, in the same order on every rank.
 
     All ranks must call it, and run it to the end. Each flat buffer is gathered once, and only where something of it is wanted; no
-    more than one is whole at a time. A parameter with several names comes out under each, as the same tensor. The tensors are
-    copies of what the weights were when the iteration began; they stay as they are. Where our ``fully_shard`` did not cut the model, each
-    rank reads its part of the weights once more to see whether they changed meanwhile.
+    more than one is whole at a time, beside the tensor that is being handed out. A parameter with several names comes
+    out under each, as the same tensor. The tensors are copies of what the weights were when the iteration began; they stay as they are.
+    Where our ``fully_shard`` did not cut the model, each rank reads its part of the weights once more to see whether they changed
+    meanwhile. A rank that is slow with the tensors of one buffer keeps the others waiting, on gloo no longer than 30 seconds.
 
     Args:
         model: sharded by ``fully_shard``, ours or Paddle's own; or plain, without any communication then.
@@ -72,14 +73,16 @@ def iter_full_parameters(
     """
     check_tensors(model)
     sharding = sharding_of(model)
-    is_receiver = receives(sharding, to_rank)
+    is_wanted = _choice(include, exclude)
     if sharding.is_plain:
-        pairs = _plain_parameters(model, include, exclude, trainable_only) if is_receiver else iter(())
+        pairs = _plain_parameters(model, is_wanted, trainable_only) if receives(sharding, to_rank) else iter(())
         return ((name, owned(tensor, tuple(tensor.shape), dtype, device)) for name, tensor in pairs)
-    wanted = _wanted_slots(sharding, include, exclude, trainable_only)
+    wanted = _wanted_slots(sharding, is_wanted, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
-    return _iterate(sharding.communicator, wanted, include, exclude, dtype, device, is_receiver)
+    is_receiver = receives(sharding, to_rank)  # after that, so that an error of one rank is one of all
+    gathering = _Gathering(sharding.communicator, [shard for shard, _ in wanted])
+    return _iterate(gathering, [slots for _, slots in wanted], is_wanted, dtype, device, is_receiver)
 
 
 def parameter_versions(model: nn.Layer) -> dict[str, int]:
@@ -128,14 +131,11 @@ def full_state_dict(
         ShardingError: as :func:`iter_full_parameters`.
         CheckpointError: the same.
     """
-    found = dict(
-        iter_full_parameters(
-            model, include=include, exclude=exclude, trainable_only=trainable_only, dtype=dtype, device=device, to_rank=to_rank
-        )
-    )
+    is_wanted = _choice(include, exclude)
+    found = dict(iter_full_parameters(model, include=is_wanted, trainable_only=trainable_only, dtype=dtype, device=device, to_rank=to_rank))
     if not trainable_only and receives(sharding_of(model), to_rank):
         for name, buffer in named_buffers(model):
-            if _is_selected(name, include, exclude):
+            if is_wanted(name):
                 found[name] = owned(buffer.detach(), tuple(buffer.shape), None, device)
     return found
 
@@ -154,22 +154,25 @@ def receives(sharding: Sharding, to_rank: int | None) -> bool:
     return to_rank in (None, rank)
 
 
-def _matches(name: str, selection: Selection) -> bool:
-    return bool(selection(name)) if callable(selection) else any(fnmatchcase(name, pattern) for pattern in selection)
+def _choice(include: Selection | None, exclude: Selection | None) -> Callable[[str], bool]:
+    """Return what tells whether a name is wanted."""
+    included = _matcher("*" if include is None else include)
+    excluded = _matcher(() if exclude is None else exclude)
+    return lambda name: included(name) and not excluded(name)
 
 
-def _is_selected(name: str, include: Selection | None, exclude: Selection | None) -> bool:
-    return (include is None or _matches(name, include)) and not (exclude is not None and _matches(name, exclude))
+def _matcher(selection: Selection) -> Callable[[str], bool]:
+    if callable(selection):
+        return lambda name: bool(selection(name))
+    patterns = (selection,) if isinstance(selection, str) else tuple(selection)
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _plain_parameters(
-    model: nn.Layer, include: Selection | None, exclude: Selection | None, trainable_only: bool
-) -> Iterator[tuple[str, paddle.Tensor]]:
+def _plain_parameters(model: nn.Layer, is_wanted: Callable[[str], bool], trainable_only: bool) -> Iterator[tuple[str, paddle.Tensor]]:
     wanted = [
         (named.parameter, names)
         for named in named_parameters(model)
-        if not (trainable_only and named.parameter.stop_gradient)
-        and (names := [name for name in sorted(named.names) if _is_selected(name, include, exclude)])
+        if not (trainable_only and named.parameter.stop_gradient) and (names := [name for name in sorted(named.names) if is_wanted(name)])
     ]
     before = [_digest(parameter) for parameter, _ in wanted]
     for (parameter, names), digest in zip(wanted, before, strict=True):
@@ -178,16 +181,14 @@ def _plain_parameters(
         yield from ((name, parameter.detach()) for name in names)
 
 
-def _wanted_slots(
-    sharding: Sharding, include: Selection | None, exclude: Selection | None, trainable_only: bool
-) -> list[tuple[FlatShard, list[Slot]]]:
+def _wanted_slots(sharding: Sharding, is_wanted: Callable[[str], bool], trainable_only: bool) -> list[tuple[FlatShard, list[Slot]]]:
     """Return the slots to yield of each flat buffer that has any."""
     wanted = []
     for shard in sharding.flat_shards():
         slots = [
             slot
             for slot, trainable in zip(shard.layout.slots, shard.trainable, strict=True)
-            if (trainable or not trainable_only) and any(_is_selected(name, include, exclude) for name in slot.names)
+            if (trainable or not trainable_only) and any(is_wanted(name) for name in slot.names)
         ]
         if slots:
             wanted.append((shard, slots))
@@ -195,30 +196,44 @@ def _wanted_slots(
 
 
 def _iterate(
-    communicator: Communicator,
-    wanted: Sequence[tuple[FlatShard, Sequence[Slot]]],
-    include: Selection | None,
-    exclude: Selection | None,
+    gathering: _Gathering,
+    wanted: Sequence[Sequence[Slot]],
+    is_wanted: Callable[[str], bool],
     dtype: str | None,
     device: str | None,
     is_receiver: bool,
 ) -> Iterator[tuple[str, paddle.Tensor]]:
-    shards = [shard for shard, _ in wanted]
-    before = [_version(shard) for shard in shards]
-    with closing(_gather_each(communicator, shards, before)) as gathered:
-        for (shard, slots), version, whole in zip(wanted, before, gathered, strict=True):
+    with closing(gathering):
+        for slots in wanted:
+            whole = gathering.gather_next()
             for slot in slots if is_receiver else ():
-                if communicator.alone and _version(shard) != version:  # the whole buffer is the live one
-                    raise ShardingError(_CHANGED)
+                gathering.check_live_buffer()
                 tensor = owned(whole._slice(slot.range.start, slot.range.stop), slot.shape, dtype, device)
-                yield from ((name, tensor) for name in slot.names if _is_selected(name, include, exclude))
+                for name in slot.names:
+                    if is_wanted(name):
+                        yield name, tensor
+                del tensor
+            del whole  # before the next one is gathered
 
 
-def _gather_each(communicator: Communicator, shards: Sequence[FlatShard], before: Sequence[object]) -> Generator[paddle.Tensor, None, None]:
-    """Yield each whole buffer; where a rank stops before the last one, or its weights are not those from before, all others raise."""
-    for number, (shard, version) in enumerate(zip(shards, before, strict=True)):
-        mine = _GOES_ON if _version(shard) == version else _HAS_CHANGED
-        verdict = int(communicator.max_of_integers(np.array([mine], dtype=np.int32))[0])
+class _Gathering:
+    """The flat buffers of one iteration, gathered one after another.
+
+    Where a rank closes or drops it before the last one, or its weights are not what they were at the beginning, all others raise.
+    """
+
+    def __init__(self, communicator: Communicator, shards: Sequence[FlatShard]) -> None:
+        self._communicator = communicator
+        self._shards = shards
+        self._gathered = 0
+        self._versions = [_version(shard) for shard in shards]
+
+    def gather_next(self) -> paddle.Tensor:
+        """Return the next whole buffer: the live one where this rank is alone. A collective operation."""
+        number, self._gathered = self._gathered, len(self._shards)  # after an error, which all ranks get, there is nothing to tell
+        shard = self._shards[number]
+        mine = _GOES_ON if _version(shard) == self._versions[number] else _HAS_CHANGED
+        verdict = int(self._communicator.max_of_integers(np.array([mine], dtype=np.int32))[0])
         if verdict == _HAS_CHANGED:
             raise ShardingError(_CHANGED)
         if verdict == _HAS_LEFT:
@@ -226,14 +241,27 @@ def _gather_each(communicator: Communicator, shards: Sequence[FlatShard], before
                 "another rank left iter_full_parameters before its end; run it to the end on every rank, and ask by include, exclude or "
                 "to_rank for less"
             )
-        whole = shard.tensor if communicator.alone else communicator.all_gather(shard.tensor)
-        try:
-            yield whole
-        except GeneratorExit:
-            if number + 1 < len(shards):
-                communicator.max_of_integers(np.array([_HAS_LEFT], dtype=np.int32))
-            raise
-        del whole  # before the next one is gathered
+        self._gathered = number + 1
+        return shard.tensor if self._communicator.alone else self._communicator.all_gather(shard.tensor)
+
+    def check_live_buffer(self) -> None:
+        """Raise where what :meth:`gather_next` returned is the live buffer, and was written to since then.
+
+        Raises:
+            ShardingError: it was.
+        """
+        number = self._gathered - 1
+        if self._communicator.alone and _version(self._shards[number]) != self._versions[number]:
+            raise ShardingError(_CHANGED)
+
+    def close(self) -> None:
+        """Tell the other ranks, where there are buffers left."""
+        if self._gathered < len(self._shards):
+            self._gathered = len(self._shards)
+            self._communicator.max_of_integers(np.array([_HAS_LEFT], dtype=np.int32))
+
+    def __del__(self) -> None:
+        self.close()  # of an iterator that never began
 
 
 def _version(shard: FlatShard) -> object:

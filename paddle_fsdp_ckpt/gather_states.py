@@ -31,15 +31,16 @@ def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_
         Elementwise states in the parameter's shape, scalars in their own, ASGD's ``y`` with its leading dimension.
 
     Raises:
-        ShardingError: the optimizer is not bound.
+        ShardingError: the optimizer is not bound, or ``to_rank`` differs between ranks.
         UnsupportedOptimizerError: it has a state that its class is not known to have.
         CheckpointError: there is no rank ``to_rank``.
     """
     subjects = check_subjects(None, [optimizer])
     sharding = subjects.sharding
-    is_receiver = receives(sharding, to_rank)
     (stepper,) = subjects.steppers
     communicator = sharding.communicator
+    communicator.check_same("to_rank of full_optimizer_state_dict", str(to_rank))
+    is_receiver = receives(sharding, to_rank)
     tables = _agree_on_tables(communicator, sharding.states(optimizer, stepper.parameters))
     found: dict[str, paddle.Tensor] = {}
     for layout in [shard.layout for shard in sharding.flat_shards()]:
@@ -47,6 +48,7 @@ def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_
             for slot, tensor in table.gather(layout, communicator):
                 if is_receiver:
                     found[f"{slot.name}.{table.suffix}"] = owned(tensor, tuple(tensor.shape), None, device)
+                del tensor  # a view of the whole buffer, which must be gone before the next one is gathered
     return found
 
 

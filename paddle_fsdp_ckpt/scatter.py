@@ -35,7 +35,8 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
         from_rank: the rank that has the tensors.
 
     Raises:
-        ShardingError: the model is plain, which ``model.set_state_dict`` is for; or as :func:`~.state_dict.sharded_state_dict`.
+        ShardingError: the model is plain, which ``model.set_state_dict`` is for; or ``from_rank`` differs between ranks; or as
+            :func:`~.state_dict.sharded_state_dict`.
         MismatchError: on rank ``from_rank``, the tensors don't fit; it lists what doesn't.
         RankFailedError: on the others then.
         CheckpointError: there is no rank ``from_rank``.
@@ -45,6 +46,7 @@ def load_full_state_dict(model: nn.Layer, tensors: WholeTensors | None, *, from_
     if sharding.is_plain:
         raise ShardingError("load_full_state_dict: the model is not sharded; use model.set_state_dict")
     communicator = sharding.communicator
+    communicator.check_same("from_rank of load_full_state_dict", str(from_rank))
     if not 0 <= from_rank < communicator.overall_world_size:
         raise CheckpointError(
             f"from_rank is {from_rank}, and the ranks that train the model are 0 to {communicator.overall_world_size - 1}"

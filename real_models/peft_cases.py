@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
-from harness import this_rank
+from harness.training import train_on_tokens
 from paddle import nn
 from paddle.nn import functional as F
 from paddleformers.peft import LoRAConfig, LoRAModel
@@ -39,21 +38,12 @@ def adapted(family: str, changes: dict[str, Any]) -> tuple[nn.Layer, Any]:
 
 def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]:
     """Train on this rank's rows; the losses are of the global batch."""
-    rank, ranks = this_rank().rank, this_rank().world_size
-    losses = []
-    for step in range(first, last):
-        rows = np.random.RandomState(step).randint(0, VOCABULARY, [BATCH, 12])[rank * BATCH // ranks :][: BATCH // ranks]
-        tokens = paddle.to_tensor(rows)
+
+    def loss_of(tokens: paddle.Tensor) -> paddle.Tensor:
         scores = model(input_ids=tokens, return_dict=True).logits[:, :-1]
-        loss = F.cross_entropy(scores.reshape([-1, VOCABULARY]), tokens[:, 1:].reshape([-1]))
-        loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        value = loss.detach().clone()
-        if ranks > 1:
-            dist.all_reduce(value)
-        losses.append(value.item() / ranks)
-    return losses
+        return F.cross_entropy(scores.reshape([-1, VOCABULARY]), tokens[:, 1:].reshape([-1]))
+
+    return train_on_tokens(loss_of, optimizer, range(first, last), vocabulary=VOCABULARY, shape=(BATCH, 12))
 
 
 def train_plain(family: str, changes: dict[str, Any]) -> list[float]:

@@ -1,7 +1,8 @@
-"""What both PaddleFormers' and transformers' configurations of the tiny models say; plain data, without either of them."""
+"""What both PaddleFormers' and transformers' configurations of the tiny models say, and their classes; without importing either of them."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 VOCABULARY = 256
@@ -29,3 +30,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_DECODER, **_EXPERTS},
 }
 """By family, as both libraries name it."""
+
+_STEMS = {"llama": "Llama", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+
+
+def classes_of(library: ModuleType, family: str) -> tuple[Any, Any]:
+    """Return a library's classes of a family's configuration and model, which both libraries name alike."""
+    return getattr(library, f"{_STEMS[family]}Config"), getattr(library, f"{_STEMS[family]}ForCausalLM")

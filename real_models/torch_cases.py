@@ -6,44 +6,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared_settings import SETTINGS
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-}
+import transformers
+from shared_settings import SETTINGS, classes_of
 
 
 def save_configuration(family: str, directory: str) -> None:
     """Write the ``config.json`` of a tiny model."""
-    config_class, model_class = _CLASSES[family]
+    config_class, model_class = classes_of(transformers, family)
     config_class(**SETTINGS[family], architectures=[model_class.__name__]).save_pretrained(directory)
 
 
 def read(family: str, directory: str, tokens: np.ndarray) -> tuple[dict[str, list[str]], np.ndarray]:
     """Read a model with ``from_pretrained``; return which keys it missed, did not expect or found in another shape, and its logits."""
-    model, info = _CLASSES[family][1].from_pretrained(directory, torch_dtype=torch.float32, output_loading_info=True)
+    _, model_class = classes_of(transformers, family)
+    model, info = model_class.from_pretrained(directory, torch_dtype=torch.float32, output_loading_info=True)
     return {what: sorted(map(str, keys)) for what, keys in info.items()}, _logits(model, tokens)
 
 
 def make(family: str, directory: str, tokens: np.ndarray) -> np.ndarray:
     """Make a model with random weights, save it with ``save_pretrained``, and return its logits."""
-    config_class, model_class = _CLASSES[family]
+    config_class, model_class = classes_of(transformers, family)
     torch.manual_seed(4)
     model = model_class(config_class(**SETTINGS[family]))
     with torch.no_grad():

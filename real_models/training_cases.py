@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from harness import StatePiece, this_rank
+from harness.training import held
 from paddle import nn
 from paddleformers.trainer import Trainer, TrainingArguments
 from tiny_models import build
@@ -57,13 +58,7 @@ class Training:
 
     def held(self) -> dict[str, StatePiece]:
         """Copy what this rank holds of the sharded model and of its optimizer."""
-        weights = {**ckpt.sharded_state_dict(self.model), **ckpt.optimizer_sharded_state_dict(self.optimizer)}
-        pieces = {}
-        for key, weight in weights.items():
-            flat = (weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
-            values = weight.local_tensor.numpy().copy()
-            pieces[key] = StatePiece(tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape), flat, values)
-        return pieces
+        return held(self.model, self.optimizer)
 
     def plain(self) -> dict[str, np.ndarray]:
         """Copy the weights and moments of a model that is not sharded, as Paddle's own objects hold them."""

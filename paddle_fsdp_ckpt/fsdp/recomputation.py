@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -32,6 +33,11 @@ def running_backwards() -> list[RunningBackward]:
             found.append(owner._fully_shard_running)
         frame = frame.f_back
     return found
+
+
+def keeps_marked_tensors(pack: Callable[..., Any]) -> bool:
+    """Tell whether a saved-tensor hook is that of recompute in Paddle 3.3.1: it keeps a tensor that has ``main_grad``, others it copies."""
+    return isinstance(pack, FunctionType) and pack.__name__ == "inner_pack" and "main_grad" in pack.__code__.co_consts
 
 
 def _owner(frame: FrameType) -> Any:

@@ -166,6 +166,7 @@ class Runtime:
             for unit in self.units:
                 if unit.is_gathered:
                     self._let_go(unit)
+                unit.in_backward = False
         self._running_forwards += 1
         SAVED_WEIGHTS.enter(self)
         for unit in units:

@@ -18,6 +18,7 @@ import paddle
 from paddle.base import core
 
 from ..errors import ShardingError
+from .recomputation import keeps_marked_tensors
 
 if TYPE_CHECKING:
     from .live_buffer import LiveBuffer
@@ -59,6 +60,8 @@ class _SavedTensor:
     stop_gradient: bool
 
 
+_STANDS_FOR = "_fully_shard_stands_for"
+
 _REGISTER, _RESET = core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks
 
 
@@ -91,7 +94,7 @@ class SavedWeights:
             return
         if not self._others:
             _RESET()
-        _REGISTER(lambda tensor: pack(self._apart(tensor)), partial(self._unpack_others, unpack))
+        _REGISTER(_packing(self._apart, pack), partial(self._unpack_others, unpack))
         self._others = True
 
     def _unpack_others(self, unpack: Callable[..., Any], saved: Any) -> Any:
@@ -99,25 +102,45 @@ class SavedWeights:
         found = core.eager.register_saved_tensors_hooks
 
         def register(pack: Callable[..., Any], inner: Callable[..., Any]) -> None:
-            found(lambda tensor: pack(self._apart(tensor)), inner)
+            found(_packing(self._stand_in if keeps_marked_tensors(pack) else self._apart, pack), inner)
 
         core.eager.register_saved_tensors_hooks = register
         try:
-            return unpack(saved)
+            unpacked = unpack(saved)
         finally:
             if core.eager.register_saved_tensors_hooks is register:
                 core.eager.register_saved_tensors_hooks = found
+        stands_for = getattr(unpacked, _STANDS_FOR, None)
+        return unpacked if stands_for is None else self._unpack(stands_for)
+
+    def _stand_in(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        """Return a tensor of one element for a gathered weight, which recompute may keep for long while the weight is let go of."""
+        saved = self._find(tensor)
+        if saved is None:
+            return tensor
+        stand_in = paddle.full([1], float("nan"), tensor.dtype)  # NaN would show if somebody read it
+        stand_in.main_grad = None
+        setattr(stand_in, _STANDS_FOR, saved)
+        return stand_in
 
     def _apart(self, tensor: paddle.Tensor) -> paddle.Tensor:
         """Return a gathered weight as a tensor of its own: what others keep of it must not lose its memory when the parameter is parked."""
-        if not tensor._is_initialized():
-            return tensor
-        address = tensor.data_ptr()
-        if not any(start <= address < stop for start, stop in self._gathered.values()):
+        if self._find(tensor) is None:
             return tensor
         apart = tensor.detach()
         apart.stop_gradient = tensor.stop_gradient
         return apart
+
+    def _find(self, tensor: paddle.Tensor) -> _SavedWeight | None:
+        """Return where a tensor lies, if it does in a gathered buffer."""
+        if not tensor._is_initialized():
+            return None
+        address = tensor.data_ptr()
+        for buffer, (start, stop) in self._gathered.items():
+            if start <= address < stop:
+                place = tuple(tensor.shape), tuple(tensor.strides), tensor.stop_gradient
+                return _SavedWeight(buffer, buffer.unit.generation, address - start, *place)
+        return None
 
     def _reset_others(self) -> None:
         """Take up ours again once others are done."""
@@ -152,12 +175,9 @@ class SavedWeights:
     def _pack(self, tensor: paddle.Tensor) -> _SavedWeight | _SavedShape | _SavedTensor:
         if not tensor._is_initialized():
             return _SavedShape(tuple(tensor.shape), tuple(tensor.strides), tensor.offset, tensor.dtype, tensor.stop_gradient)
-        address = tensor.data_ptr()
-        for buffer, (start, stop) in self._gathered.items():
-            if start <= address < stop:
-                return _SavedWeight(
-                    buffer, buffer.unit.generation, address - start, tuple(tensor.shape), tuple(tensor.strides), tensor.stop_gradient
-                )
+        weight = self._find(tensor)
+        if weight is not None:
+            return weight
         # With its place in the graph, the graph would hold the tensor and the tensor the graph, for ever.
         return _SavedTensor(tensor.detach(), tensor.inplace_version, tensor.stop_gradient)
 
@@ -178,6 +198,11 @@ class SavedWeights:
         # A PyLayer gets this tensor itself, and recompute looks at its stop_gradient.
         tensor.stop_gradient = saved.stop_gradient
         return tensor
+
+
+def _packing(replace: Callable[[paddle.Tensor], paddle.Tensor], pack: Callable[..., Any]) -> Callable[[paddle.Tensor], Any]:
+    """Return others' hook, which is given something else in place of gathered weights."""
+    return lambda tensor: pack(replace(tensor))
 
 
 SAVED_WEIGHTS = SavedWeights()

@@ -24,7 +24,7 @@ class Unit:
         held: needed until the outermost forward ends, because a parameter was used outside its layer's forward.
         held_by: needed until this ends, for the same reason.
         backward_calls: backwards of its layers that are still to come.
-        in_backward: a backward needed it since its gradients were last reduced.
+        in_backward: a backward has begun for it, since the last step or forward.
     """
 
     def __init__(self, runtime: Runtime, name: str, index: int) -> None:
@@ -114,7 +114,6 @@ class Unit:
             mean: or sum.
             finish: or only begin, for :meth:`finish_reductions`.
         """
-        self.in_backward = False
         for buffer in self.buffers:
             if any(not shard.parameter.stop_gradient for shard in buffer.shards):
                 buffer.reduce_gradient(mean, finish)

@@ -13,7 +13,7 @@ import pytest
 from harness import hybrid_groups, separate_stores, this_rank
 from paddle import nn
 from paddle.distributed import fleet
-from paddle.distributed.fleet.base.topology import CommunicateTopology, HybridCommunicateGroup
+from paddle.distributed.fleet.base import topology
 from training_models import Images, Net
 from training_runs import Run, compare, language_loss
 from training_scenarios import SCENARIOS, adamw, sgd
@@ -143,27 +143,32 @@ def models_over_other_replicas(path: str) -> str:
 
 
 def under_fleet() -> list[str]:
-    """What fleet's topology makes of ``fully_shard`` without groups; fleet.init itself fails on gloo, for want of separate stores."""
-    names = ["data", "pipe", "sharding", "sep", "model"]
+    """What ``fully_shard`` makes of a real fleet.init, without groups: it trains at parity, or says what it refuses."""
     messages = []
-    kept = getattr(fleet.fleet, "_hcg", None)
+    kept = dict(vars(fleet.fleet)), topology._HYBRID_PARALLEL_GROUP
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 2, "sharding_degree": 2, "mp_degree": 1, "pp_degree": 1}
     try:
-        with separate_stores():
-            fleet.fleet._hcg = HybridCommunicateGroup(CommunicateTopology(names, [2, 1, 2, 1, 1]))
-        for options in ({}, {"group": fleet.fleet._hcg.get_sharding_parallel_group()}):
+        with separate_stores():  # without, fleet.init fails or hangs on gloo
+            fleet.init(is_collective=True, strategy=strategy)
+        hybrid = fleet.get_hybrid_communicate_group()
+        for options in ({}, {"group": hybrid.get_sharding_parallel_group()}):
             model = Net(1)
             ckpt.fully_shard(model, optimizer=None, **options)
             runtime = runtime_of(model)
             assert runtime is not None
             communicator = runtime.communicator
             assert (communicator.world_size, communicator.replica_count, communicator.ranks) == (2, 2, (0, 1, 2, 3))
-        messages.append(shard_with(group=fleet.fleet._hcg.get_data_parallel_group()))
+        compare(SCENARIOS["attention_blocks"], "float64")
+        messages.append(shard_with(group=hybrid.get_data_parallel_group()))
         for kind in ("model", "pipe", "sep"):  # their groups take long to make, and nobody asks for them
-            setattr(fleet.fleet._hcg, f"get_{kind}_parallel_world_size", lambda: 2)
+            setattr(hybrid, f"get_{kind}_parallel_world_size", lambda: 2)
             messages.append(shard_with())
-            delattr(fleet.fleet._hcg, f"get_{kind}_parallel_world_size")
-        fleet.fleet._hcg.get_sharding_parallel_group = fleet.fleet._hcg.get_model_parallel_group
+            delattr(hybrid, f"get_{kind}_parallel_world_size")
+        hybrid.get_sharding_parallel_group = hybrid.get_model_parallel_group
         messages.append(shard_with())
     finally:
-        fleet.fleet._hcg = kept
+        vars(fleet.fleet).clear()
+        vars(fleet.fleet).update(kept[0])
+        topology._HYBRID_PARALLEL_GROUP = kept[1]
     return messages

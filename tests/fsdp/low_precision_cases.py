@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import pytest
 from harness import this_rank
+from overlap_cases import late_collectives
 from paddle import nn
 from paddle.amp.auto_cast import _set_multi_precision, amp_initialize
 from paddle.base import core
@@ -176,11 +177,14 @@ def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]
     return losses
 
 
-def trains_like_one_process(dtype: str) -> list[float]:
+def trains_like_one_process(dtype: str, prefetch: int = 0) -> list[float]:
+    """With ``prefetch``, collectives end as late as they may."""
     right, weights, masters = right_training(dtype)
     model, optimizer = decorated(dtype)
-    ckpt.fully_shard(model, optimizer=optimizer)
-    losses = train(model, optimizer, 0, STEPS)
+    ckpt.fully_shard(model, optimizer=optimizer, prefetch=prefetch)
+    with late_collectives() as counts:
+        losses = train(model, optimizer, 0, STEPS)
+    assert (counts[0] > 4 * STEPS) == bool(prefetch)
     runtime = runtime_of(model)
     assert runtime is not None
     _check_layout(runtime, dtype)
@@ -256,11 +260,11 @@ def given_gradients(dtype: str, rank: int, backward: int) -> list[np.ndarray]:
     return found
 
 
-def means_are_exact(dtype: str, units: str) -> None:
+def means_are_exact(dtype: str, units: str, prefetch: int = 0) -> None:
     """The mean over the ranks, summed over three backwards, is numpy's in float32; then a step by hand in the parameters' own dtype."""
     count, rank = this_rank().world_size, this_rank().rank
     model = Given(dtype)
-    ckpt.fully_shard(model, optimizer=None, unit_layers=[Given] if units == "one" else None)
+    ckpt.fully_shard(model, optimizer=None, unit_layers=[Given] if units == "one" else None, prefetch=prefetch)
     runtime = runtime_of(model)
     assert runtime is not None
     for backward in range(3):

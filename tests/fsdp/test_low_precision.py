@@ -14,17 +14,20 @@ Ranks = Callable[[int], RankPool]
 DTYPES = ["bfloat16", "float16"]
 
 
-@pytest.mark.parametrize(("dtype", "world_size"), [("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 3), ("float16", 2)])
-def test_trains_like_one_process(dtype: str, world_size: int, ranks: Ranks) -> None:
-    differences = ranks(world_size).run(cases.trains_like_one_process, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "world_size", "prefetch"),
+    [("bfloat16", 1, 0), ("bfloat16", 2, 0), ("bfloat16", 3, 0), ("float16", 2, 0), ("bfloat16", 2, 1), ("float16", 3, 2)],
+)
+def test_trains_like_one_process(dtype: str, world_size: int, prefetch: int, ranks: Ranks) -> None:
+    differences = ranks(world_size).run(cases.trains_like_one_process, dtype, prefetch)
     np.testing.assert_allclose(np.mean(differences, axis=0), 0, atol=1e-4)
 
 
 @pytest.mark.parametrize("units", ["one", "many"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_averaged_and_accumulated_in_float32(dtype: str, units: str, ranks: Ranks) -> None:
-    for world_size in (1, 2, 3):
-        ranks(world_size).run(cases.means_are_exact, dtype, units)
+    for world_size, prefetch in ((1, 0), (2, 0), (3, 0), (2, 1)):
+        ranks(world_size).run(cases.means_are_exact, dtype, units, prefetch)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, tmp_path: Path) -> None:

@@ -691,19 +691,25 @@ def recompute_around_what_is_recomputed_otherwise(run: Run) -> None:
     _recompute_all(run, Recomputed(True, use_reentrant=False))
 
 
-def _recompute_all(run: Run, inner: nn.Layer) -> None:
+@scenario
+def recompute_not_reentrant_around_the_whole_model(run: Run) -> None:
+    _recompute_all(run, Net(3), use_reentrant=False)
+
+
+def _recompute_all(run: Run, inner: nn.Layer, use_reentrant: bool = True) -> None:
     model = inner
     optimizer = run.start(model, sgd)
-    for step in range(2):
+    for step in range(4):
         tokens = run.batch(step)
         start = paddle.zeros([1])
         start.stop_gradient = False
-        logits = recompute(lambda start, tokens: inner(tokens) + start, start, tokens)
+        logits = recompute(lambda start, tokens: inner(tokens) + start, start, tokens, use_reentrant=use_reentrant)
         loss = F.cross_entropy(logits.reshape([-1, VOCABULARY]), tokens.reshape([-1]))
         loss.backward()
         run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
+        if step != 1:  # once accumulated
+            optimizer.step()
+            optimizer.clear_grad()
         run.log(loss)
     run.note_weights(model)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 from harness import this_rank
 from paddle import nn
 from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
-from paddle_fsdp_ckpt.fsdp import Communicator, ShardedParameter, runtime_of
+from paddle_fsdp_ckpt.fsdp import ShardedParameter, runtime_of
 
 
 class Adapted(nn.Layer):
@@ -54,6 +56,9 @@ class Net(nn.Layer):
         return paddle.matmul(self.head(x) * self.scale, self.out.weight, transpose_y=True)
 
 
+BUFFERS = {"steps", "norm._mean", "norm._variance"}
+
+
 def values_of(model: nn.Layer, shift: float = 0.0) -> dict[str, np.ndarray]:
     """Give each tensor of a plain model values of its own, and return them under every name."""
     by_id: dict[int, np.ndarray] = {}
@@ -84,9 +89,8 @@ def assert_same(found: dict[str, Any], right: dict[str, np.ndarray]) -> None:
 
 def gather_everything() -> None:
     model, right, _ = sharded()
-    buffers = {"steps", "norm._mean", "norm._variance"}
     pairs = list(ckpt.iter_full_parameters(model))
-    assert_same(dict(pairs), {name: value for name, value in right.items() if name not in buffers})
+    assert_same(dict(pairs), {name: value for name, value in right.items() if name not in BUFFERS})
     named = dict(pairs)
     assert named["out.weight"] is named["embed.weight"]
     assert_same(ckpt.full_state_dict(model, to_rank=None), right)
@@ -96,54 +100,91 @@ def gather_everything() -> None:
     for parameter in model.parameters():
         if isinstance(parameter, ShardedParameter):
             parameter.set_value(np.zeros(parameter.shape, "float32"))
-    assert_same(named, {name: value for name, value in right.items() if name not in buffers})
+    assert_same(named, {name: value for name, value in right.items() if name not in BUFFERS})
 
 
-def gather_some() -> tuple[int, int]:
-    """Return how many collectives the adapters took, and how many an impossible wish."""
+@contextmanager
+def counted_gathers() -> Iterator[list[int]]:
+    """Give the elements of each of Paddle's all-gathers inside the block, as they happen."""
+    real, seen = dist.stream.all_gather, []
+
+    def count(out: Any, tensor: paddle.Tensor, *args: Any, **options: Any) -> Any:
+        seen.append(int(tensor.size))
+        return real(out, tensor, *args, **options)
+
+    dist.stream.all_gather = count
+    try:
+        yield seen
+    finally:
+        dist.stream.all_gather = real
+
+
+def gather_some() -> tuple[int, list[int], list[int], int]:
+    """Return how many gathers the adapters took, the sizes of those of everything and of the flat buffers, and how many nothing took."""
     model, right, _ = sharded()
     runtime = runtime_of(model)
     assert runtime is not None
-    counted = [0]
-    real = Communicator.all_gather
-
-    def count(self: Communicator, shard: paddle.Tensor) -> paddle.Tensor:
-        counted[0] += 1
-        return real(self, shard)
-
-    Communicator.all_gather = count  # type: ignore[method-assign]
-    try:
+    with counted_gathers() as of_adapters:
         adapters = dict(ckpt.iter_full_parameters(model, include=["blocks.*"], trainable_only=True))
-        took = counted[0]
+    with counted_gathers() as of_nothing:
         assert not dict(ckpt.iter_full_parameters(model, include=["nothing.*"]))
-        nothing = counted[0] - took
-    finally:
-        Communicator.all_gather = real  # type: ignore[method-assign]
+    with counted_gathers() as of_all:
+        assert dict(ckpt.iter_full_parameters(model, device="cpu")).keys() == right.keys() - BUFFERS
     wanted = {name: value for name, value in right.items() if name.startswith("blocks.") and ".base." not in name}
     assert_same(adapters, wanted)
     ends = ckpt.iter_full_parameters(model, include=lambda name: name.endswith("weight"), exclude=["out.*", "blocks.*"], dtype="float64")
     found = dict(ends)
+    # One pattern, and patterns that can be looked at once only.
+    for one in ("steps", iter(["ste*", "nothing"])):
+        assert ckpt.full_state_dict(model, include=one, to_rank=None).keys() == {"steps"}
+    assert dict(ckpt.iter_full_parameters(model, include=(name for name in right), exclude="[!h]*")).keys() == {"head.weight", "head.bias"}
     assert found.keys() == {"embed.weight", "conv.weight", "norm.weight", "head.weight"}
     for name, tensor in found.items():
         assert tensor.dtype == paddle.float64
         np.testing.assert_array_equal(tensor.numpy(), right[name].astype("float64"))
     assert all(not runtime_unit.is_gathered for runtime_unit in runtime.units)
-    return took, nothing
+    return len(of_adapters), of_all, [buffer.layout.shard_numel for buffer in runtime.buffers], len(of_nothing)
 
 
-def peak_of_a_gather() -> tuple[int, int, int]:
-    """Return the most bytes that iterating needed, the largest buffer's bytes, and all bytes."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
-    ckpt.fully_shard(model, optimizer=None)
-    runtime = runtime_of(model)
-    assert runtime is not None
-    sizes = [buffer.layout.nbytes for buffer in runtime.buffers]
+def _peak_of(call: Callable[[], None]) -> int:
+    """Return the most bytes of Paddle's allocator that a call needs beside what there was."""
     before = paddle.device.core.host_memory_stat_current_value("Allocated", 0)
     paddle.device.core.host_memory_stat_reset_peak_value("Allocated", 0)
-    for _, tensor in ckpt.iter_full_parameters(model):
-        del tensor
-    peak = paddle.device.core.host_memory_stat_peak_value("Allocated", 0)
-    return peak - before, max(sizes), sum(sizes)
+    call()
+    return int(paddle.device.core.host_memory_stat_peak_value("Allocated", 0)) - before
+
+
+def peaks() -> dict[str, tuple[int, int]]:
+    """Return the bytes that gathering and scattering may need, and did: nine tensors in each of 8 flat buffers, over 2 ranks."""
+    model = nn.Sequential(*[nn.Sequential(*[nn.Linear(64, 64, bias_attr=False) for _ in range(9)]) for _ in range(8)])
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=optimizer, unit_layers=[nn.Sequential])
+    ckpt.init_optimizer_state(optimizer)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    buffer, tensor = 9 * 64 * 64 * 4, 64 * 64 * 4
+    assert [one.layout.nbytes for one in runtime.buffers] == [buffer] * 8
+    whole = ckpt.full_state_dict(model, to_rank=0)
+
+    def iterate(**options: Any) -> Callable[[], None]:
+        def call() -> None:
+            for _ in ckpt.iter_full_parameters(model, **options):
+                pass
+
+        return call
+
+    states = _peak_of(lambda: ckpt.full_optimizer_state_dict(optimizer, to_rank=0) and None)
+    all_states = 0 if this_rank().rank else 2 * 8 * buffer
+    return {
+        "all states where they are wanted, a state of a buffer, and this rank's part of it": (all_states + buffer * 3 // 2, states),
+        "a buffer and the two tensors handed out last": (buffer + 2 * tensor, _peak_of(iterate())),
+        "the same in a dtype twice as large": (buffer + 4 * tensor, _peak_of(iterate(dtype="float64", to_rank=0))),
+        # Of the 8 buffers each rank has half a second time.
+        "a buffer, new shards, and a part on its way to them": (
+            8 * buffer // 2 + buffer + buffer // 2,
+            _peak_of(lambda: ckpt.load_full_state_dict(model, ((name, whole[name]) for name in whole))),
+        ),
+    }
 
 
 def leave_early(when: int) -> str:
@@ -152,9 +193,10 @@ def leave_early(when: int) -> str:
     place = this_rank()
     said = ""
     if place.rank == place.world_size - 1:
-        for count, _ in enumerate(ckpt.iter_full_parameters(model), 1):
-            if count == when:
-                break
+        pairs = ckpt.iter_full_parameters(model)
+        for _ in range(when):
+            next(pairs)
+        del pairs
     else:
         with pytest.raises(ckpt.RankFailedError) as caught:
             list(ckpt.iter_full_parameters(model))
@@ -197,11 +239,22 @@ def change_in_the_middle(kind: str) -> list[str]:
 
 
 def ask_for_different_things() -> str:
-    model, _, _ = sharded()
+    model = Net()
+    ckpt.fully_shard(model)
     with pytest.raises(ckpt.ShardingError) as caught:
         ckpt.iter_full_parameters(model, include=["embed.*" if this_rank().rank else "head.*"])
-    with pytest.raises(ckpt.CheckpointError, match="to_rank is 7"):
-        ckpt.full_state_dict(model, to_rank=7)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    ckpt.bind_optimizer(optimizer)
+    calls: list[tuple[Callable[[int], Any], str]] = [
+        (lambda rank: ckpt.full_state_dict(model, to_rank=rank), "to_rank"),
+        (lambda rank: ckpt.full_optimizer_state_dict(optimizer, to_rank=rank), "to_rank"),
+        (lambda rank: ckpt.load_full_state_dict(model, {}, from_rank=rank), "from_rank"),
+    ]
+    for call, what in calls:
+        with pytest.raises(ckpt.CheckpointError, match=f"{what} is 7"):
+            call(7)
+        with pytest.raises(ckpt.ShardingError, match="differs between ranks"):
+            call(7 if this_rank().rank else 0)
     return str(caught.value)
 
 
@@ -315,6 +368,8 @@ def scatter_badly(kind: str) -> str:
     given = source if kind == "raises" else new
     with pytest.raises((ckpt.CheckpointError, OSError)) as caught:
         ckpt.load_full_state_dict(model, given if this_rank().rank == 0 else None)
+    with pytest.raises(ckpt.ShardingError, match="from_rank of load_full_state_dict differs between ranks"):
+        ckpt.load_full_state_dict(model, right, from_rank=this_rank().rank)
     assert_same(ckpt.full_state_dict(model, to_rank=None), right)
     return f"{type(caught.value).__name__}: {caught.value}"
 

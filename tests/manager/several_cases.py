@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import paddle
-from harness import this_rank
+from harness import hybrid_groups, this_rank
 from manager_cases import everything
 from paddle import nn
 
@@ -20,10 +20,13 @@ def small(width: int) -> nn.Layer:
     return nn.Sequential(nn.Linear(3, width), nn.GELU(), nn.Linear(width, 1))
 
 
-def build(seed: int) -> Any:
-    """An actor, a critic with BatchNorm and a joint part of both, all sharded, and a plain head; three optimizers over them."""
+def build(seed: int, shards: int = 0) -> Any:
+    """An actor, a critic with BatchNorm and a joint part of both, all sharded, and a plain head; three optimizers over them.
+
+    With ``shards``, replicas of so many ranks train them.
+    """
     paddle.seed(seed)
-    models = {"actor": small(5), "critic": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4)), "joint": small(2), "head": small(3)}
+    models = {"actor": small(50), "critic": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4)), "joint": small(2), "head": small(3)}
     schedule = paddle.optimizer.lr.StepDecay(0.05, step_size=2)
     optimizers = {
         "actor": paddle.optimizer.AdamW(schedule, parameters=[*models["actor"].parameters(), *models["joint"].parameters()]),
@@ -31,7 +34,7 @@ def build(seed: int) -> Any:
         "head": paddle.optimizer.Adam(0.02, parameters=models["head"].parameters()),
     }
     for name in ("actor", "critic", "joint"):
-        ckpt.fully_shard(models[name])
+        ckpt.fully_shard(models[name], **(hybrid_groups(shards) if shards else {}))
     for name in ("actor", "critic"):
         ckpt.bind_optimizer(optimizers[name])
     return SimpleNamespace(models=models, optimizers=optimizers, schedule=schedule)
@@ -69,6 +72,46 @@ def load_and_go_on(path: str, steps: int, again: str) -> tuple[list[float], bool
     return train(run, steps, steps + 3), report.is_exact
 
 
+def _sharded_ones(run: Any) -> dict[str, Any]:
+    return {
+        "model": {name: model for name, model in run.models.items() if name != "head"},
+        "optimizer": {name: one for name, one in run.optimizers.items() if name != "head"},
+    }
+
+
+def save_replicas(path: str, steps: int) -> tuple[list[float], dict[str, bytes], str]:
+    """Train replicas of 2 ranks, save, and go on; return the losses, this rank's pieces as saved, and what is said of a plain model."""
+    run = build(1, shards=2)
+    train(run, 0, steps)
+    ckpt.save(path, **_sharded_ones(run), step=steps)
+    saved = _pieces(run)
+    text = refusal(lambda: ckpt.save(f"{path} mixed", model=run.models))
+    return train(run, steps, steps + 3), saved, text
+
+
+def load_replicas(path: str, steps: int, shards: int, again: str) -> tuple[list[float], dict[str, bytes]]:
+    """Load into other models, save those, and go on, with the plain head as it was then."""
+    run, other = build(2, shards), build(1, shards)
+    train(other, 0, steps)
+    run.models["head"], run.optimizers["head"] = other.models["head"], other.optimizers["head"]
+    assert ckpt.load(path, **_sharded_ones(run)).is_exact
+    ckpt.save(again, **_sharded_ones(run), step=steps)
+    pieces = _pieces(run)
+    return train(run, steps, steps + 3), pieces
+
+
+def _pieces(run: Any) -> dict[str, bytes]:
+    """This rank's weights and states, by model or optimizer."""
+    found = {}
+    for kind, objects in _sharded_ones(run).items():
+        for name, one in objects.items():
+            weights = ckpt.sharded_state_dict(one) if kind == "model" else {}
+            if kind == "optimizer" and name == "critic":  # the other one steps two models
+                weights = ckpt.optimizer_sharded_state_dict(one)
+            found |= {f"{name} {key} {weight.flattened_range}": weight.local_tensor.numpy().tobytes() for key, weight in weights.items()}
+    return found
+
+
 def load_one(path: str) -> tuple[str, list[str], dict[str, np.ndarray], list[str]]:
     """Of all models load the critic, then the actor into a plain one without its name; return what the strict load says first."""
     run = build(3)
@@ -76,7 +119,7 @@ def load_one(path: str) -> tuple[str, list[str], dict[str, np.ndarray], list[str
     text = refusal(lambda: ckpt.load(path, model=critic, optimizer=run.optimizers["critic"]))
     others = ["actor.*", "joint.*", "head.*"]
     report = ckpt.load(path, model=critic, optimizer=run.optimizers["critic"], allow_unexpected=others)
-    plain = small(5)
+    plain = small(50)
     ckpt.load(path, model=plain, key_map={"": "actor."}, parts={"model"}, allow_unexpected=["critic.*", "joint.*", "head.*"])
     values = {f"critic.{name}": value.numpy() for name, value in ckpt.full_state_dict(run.models["critic"]).items()}
     values |= {f"actor.{name}": value.numpy() for name, value in plain.state_dict().items()}

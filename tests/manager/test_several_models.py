@@ -48,6 +48,26 @@ def test_a_resumed_run_goes_on(saved: tuple[Path, list[list[float]]], world_size
     assert main(["diff", str(path), str(again)]) == 0
 
 
+def test_replicas_of_several_models(tmp_path: Path, ranks: Ranks) -> None:
+    """Each element is stored once, and part of it by each replica; replicas go on bit for bit, and another number of ranks loads it."""
+    path, again = tmp_path / "step", tmp_path / "again"
+    results = ranks(4).run(cases.save_replicas, str(path), 3)
+    for _, saved, text in results:
+        assert saved == results[0][1] or saved == results[1][1]
+        assert "of several, head is plain and others are sharded" in text
+    files = [load_file(path / f"{rank}_0.safetensors") for rank in range(4)]
+    index = read_index(path)
+    for key in index.stored:
+        assert sum(file[key].size for file in files if key in file) == int(np.prod(index.global_shape(key))), key
+    elements = [sum(values.size for values in file.values()) for file in files]
+    assert sum(elements[2:]) > 0.1 * sum(elements)  # of the second replica; smallest pieces aren't divided
+    for rank, (losses, pieces) in enumerate(ranks(4).run(cases.load_replicas, str(path), 3, 2, str(again))):
+        assert (losses, pieces) == results[rank][:2]
+    assert main(["diff", str(path), str(again)]) == 0
+    ranks(3).run(cases.load_replicas, str(path), 3, 0, str(tmp_path / "of 3"))
+    assert main(["diff", str(path), str(tmp_path / "of 3")]) == 0
+
+
 def stored_values(path: Path, key: str) -> np.ndarray:
     """What the files hold, as the safetensors package reads them."""
     files = [load_file(path / f"{rank}_0.safetensors") for rank in (0, 1)]

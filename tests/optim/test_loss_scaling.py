@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from harness import RankPool, this_rank
+from harness import RankPool, hybrid_groups, this_rank
 from paddle import nn
 from paddle.amp import grad_scaler
 
@@ -97,8 +97,13 @@ def make_scaler(**options: Any) -> Any:
     return paddle.amp.GradScaler(init_loss_scaling=1024.0, incr_every_n_steps=2, **options)
 
 
-def run(optimizer: str, how: str, which: str, sharded: bool, dynamic: bool = True) -> list[tuple[dict[str, np.ndarray], Any]]:
-    """Eight steps; after each, this rank's weights (whole ones, where not sharded) and the scaler's state."""
+def run(
+    optimizer: str, how: str, which: str, sharded: bool, dynamic: bool = True, **groups: Any
+) -> list[tuple[dict[str, np.ndarray], Any]]:
+    """Eight steps; after each, this rank's weights (whole ones, where not sharded) and the scaler's state.
+
+    Where sharded, what is not finite comes from the last rank's rows alone.
+    """
     paddle.seed(3)
     model = Net()
     stepper = OPTIMIZERS[optimizer](model)
@@ -106,14 +111,15 @@ def run(optimizer: str, how: str, which: str, sharded: bool, dynamic: bool = Tru
     place = this_rank()
     rows = slice(0, ROWS)
     if sharded:
-        ckpt.fully_shard(model, optimizer=stepper)
+        ckpt.fully_shard(model, optimizer=stepper, **groups)
         bind_grad_scaler(scaler)
         bind_grad_scaler(scaler)
         rows = slice(ROWS // place.world_size * place.rank, ROWS // place.world_size * (place.rank + 1))
     seen = []
     for number in range(8):
         batch = np.random.RandomState(number).standard_normal([ROWS, 3]).astype("float32")[rows]
-        step(scaler, stepper, model(paddle.to_tensor(batch), which, INFINITE.get(number, 0.0)), how)
+        extra = 0.0 if sharded and place.rank < place.world_size - 1 else INFINITE.get(number, 0.0)
+        step(scaler, stepper, model(paddle.to_tensor(batch), which, extra), how)
         seen.append((weights(model), json.loads(json.dumps(describe_grad_scaler(scaler), allow_nan=False))))
     return seen
 
@@ -125,10 +131,11 @@ def weights(model: nn.Layer) -> dict[str, np.ndarray]:
     return {f"{one.slot.name} {one.range.start} {one.range.stop}": one.local.numpy().copy() for one in runtime.shards}
 
 
-def compare(optimizer: str, how: str, which: str, dynamic: bool = True) -> bool:
+def compare(optimizer: str, how: str, which: str, dynamic: bool = True, shards: int = 0) -> bool:
     """Run it sharded and in this process alone, and compare; return whether this rank holds the infinite element."""
     with as_on_gpu():
-        right, tried = run(optimizer, how, which, False, dynamic), run(optimizer, how, which, True, dynamic)
+        right = run(optimizer, how, which, False, dynamic)
+        tried = run(optimizer, how, which, True, dynamic, **(hybrid_groups(shards) if shards else {}))
     before: dict[str, np.ndarray] = {}
     for number, ((whole, right_state), (pieces, state)) in enumerate(zip(right, tried, strict=True)):
         assert state == right_state
@@ -158,6 +165,11 @@ def test_scaled_steps_are_those_of_one_process(optimizer: str, how: str, ranks: 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_at_other_world_sizes(world_size: int, ranks: Ranks) -> None:
     assert sum(ranks(world_size).run(compare, "adamw groups", "step", "bias")) == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw groups"])
+def test_over_replicas(optimizer: str, ranks: Ranks) -> None:
+    assert ranks(4).run(compare, optimizer, "unscale_", "weight", True, 2) == [True, False] * 2
 
 
 def test_a_fixed_scale(ranks: Ranks) -> None:

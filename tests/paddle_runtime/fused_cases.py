@@ -138,6 +138,21 @@ def cut_by_paddle(
         yield model, stepper
 
 
+@contextmanager
+def partly_frozen(seed: int, base: float = 1.0) -> Iterator[tuple[nn.Layer, Any]]:
+    """A frozen embedding, which comes first, and the rest in training."""
+    from paddle.distributed.fsdp import fully_shard
+
+    with paddle_runtime_on_cpu():
+        mesh = dist.ProcessMesh(list(range(this_rank().world_size)), dim_names=["dp"])
+        dist.auto_parallel.set_mesh(mesh)
+        model = plain_model(seed)
+        model.embed.weight.set_value(paddle.full(model.embed.weight.shape, base))
+        model.embed.weight.stop_gradient = True
+        fully_shard(model, mesh=mesh)
+        yield model, paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+
+
 def plain_model(seed: int = 1, dtype: str = "float32", blocks: int = 3, width: int = 10) -> nn.Layer:
     paddle.seed(seed)
     model = Blocks(width, blocks)

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import paddle
-import paddle.distributed as dist
 import pytest
-from fused_cases import Held, cut_by_paddle, held, plain_model, train, whole
-from harness import RankPool, assert_equal_states, this_rank
-from paddle import nn
-from paddle.distributed.fsdp import fully_shard
+from fused_cases import Held, cut_by_paddle, held, partly_frozen, train, whole
+from harness import RankPool, assert_equal_states
 
 import paddle_fsdp_ckpt as ckpt
-from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
 
 Ranks = Callable[[int], RankPool]
-
-
-@contextmanager
-def partly_frozen(seed: int, base: float = 1.0) -> Iterator[tuple[nn.Layer, Any]]:
-    """A frozen embedding, which comes first, and the rest in training."""
-    with paddle_runtime_on_cpu():
-        mesh = dist.ProcessMesh(list(range(this_rank().world_size)), dim_names=["dp"])
-        dist.auto_parallel.set_mesh(mesh)
-        model = plain_model(seed)
-        model.embed.weight.set_value(paddle.full(model.embed.weight.shape, base))
-        model.embed.weight.stop_gradient = True
-        fully_shard(model, mesh=mesh)
-        yield model, paddle.optimizer.AdamW(0.01, parameters=model.parameters())
 
 
 def save_what_trains(path: str) -> Held:

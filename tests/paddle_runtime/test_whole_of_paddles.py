@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
-from fused_cases import Held, cut_by_paddle, held, train, whole
+from fused_cases import Held, assert_goes_on_alike, cut_by_paddle, held, partly_frozen, train, whole
 from harness import RankPool, this_rank
 
 import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.fsdp.paddle_runtime import paddle_runtime_of
 
 Ranks = Callable[[int], RankPool]
 
@@ -50,3 +52,61 @@ def scatter() -> None:
 
 def test_scatter(ranks: Ranks) -> None:
     ranks(2).run(scatter)
+
+
+def gather_by_options() -> None:
+    """What is asked for comes, on the rank that asks for it; each fused buffer is gathered once; a rank that leaves is an error."""
+    last = this_rank().world_size - 1
+    with partly_frozen(1) as (model, optimizer):
+        train(model, optimizer, 0, 1)
+        runtime = paddle_runtime_of(model)
+        assert runtime is not None
+        real, sizes = dist.stream.all_gather, []
+        dist.stream.all_gather = lambda out, tensor, **options: (sizes.append(int(tensor.size)), real(out, tensor, **options))[1]
+        try:
+            every = dict(ckpt.iter_full_parameters(model, device="cpu"))
+            assert sizes == [buffer.layout.shard_numel for buffer in runtime.buffers]
+            trains = dict(ckpt.iter_full_parameters(model, trainable_only=True))
+            assert len(sizes) == 2 * len(runtime.buffers) - 1
+            some = dict(
+                ckpt.iter_full_parameters(model, include=["head.*", "*.weight"], exclude=["embed.*"], dtype="float64", to_rank=last)
+            )
+        finally:
+            dist.stream.all_gather = real
+        assert trains.keys() == every.keys() - {"embed.weight"}
+        wanted = {name for name in every if name != "embed.weight" and name.endswith(("weight", "head.bias"))}
+        assert some.keys() == (wanted if this_rank().rank == last else set())
+        for name, tensor in some.items():
+            assert tensor.dtype == paddle.float64
+            np.testing.assert_array_equal(tensor.numpy(), every[name].numpy().astype("float64"))
+        before = {name: tensor.numpy().copy() for name, tensor in every.items()}
+        train(model, optimizer, 1, 2)
+        for name, tensor in every.items():
+            np.testing.assert_array_equal(tensor.numpy(), before[name])
+        assert bool(ckpt.full_optimizer_state_dict(optimizer, to_rank=last)) == (this_rank().rank == last)
+        pairs = ckpt.iter_full_parameters(model)
+        if this_rank().rank == last:
+            next(pairs)
+            del pairs
+        else:
+            with pytest.raises(ckpt.RankFailedError, match="another rank left iter_full_parameters"):
+                list(pairs)
+
+
+def test_options_of_a_gather(ranks: Ranks) -> None:
+    ranks(2).run(gather_by_options)
+
+
+def gather_between_steps(gathers: bool) -> Held:
+    with cut_by_paddle("adamw decay") as (model, stepper):
+        losses = []
+        for step in range(3):
+            losses += train(model, stepper, step, step + 1)
+            if gathers:
+                ckpt.full_state_dict(model)
+                ckpt.full_optimizer_state_dict(stepper)
+        return held(model, stepper, losses)
+
+
+def test_a_step_after_a_gather_is_bit_for_bit_the_step_without(ranks: Ranks) -> None:
+    assert_goes_on_alike(ranks(2).run(gather_between_steps, True), ranks(2).run(gather_between_steps, False))

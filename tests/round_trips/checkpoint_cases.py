@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
-from harness import StatePiece, assemble, hybrid_groups, this_rank
+from harness import StatePiece, assemble, hybrid_groups
 from harness.models import Block
+from harness.training import held, train_on_tokens
 from paddle import nn
 from paddle.nn import functional as F
 
@@ -157,32 +157,15 @@ def build(model: str, optimizer: str, seed: int = 1, shards: int = 0) -> tuple[n
 
 def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]:
     """Train over the steps first to last, and return the losses over the global batch."""
-    place = this_rank()
     losses = []
     for step in range(first, last):
-        rows = GLOBAL_BATCH // place.world_size
-        tokens = paddle.to_tensor(np.random.RandomState(step).randint(0, VOCABULARY, [GLOBAL_BATCH, 5])[place.rank * rows :][:rows])
         model.step = step
-        loss = F.cross_entropy(model(tokens).reshape([-1, VOCABULARY]), tokens.reshape([-1]))
-        loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        value = loss.detach().clone()
-        if place.world_size > 1:
-            dist.all_reduce(value)
-        losses.append(value.item() / place.world_size)
+
+        def loss_of(tokens: paddle.Tensor) -> paddle.Tensor:
+            return F.cross_entropy(model(tokens).reshape([-1, VOCABULARY]), tokens.reshape([-1]))
+
+        losses += train_on_tokens(loss_of, optimizer, range(step, step + 1), vocabulary=VOCABULARY, shape=(GLOBAL_BATCH, 5))
     return losses
-
-
-def held(model: nn.Layer, optimizer: Any) -> dict[str, StatePiece]:
-    """Copy what this rank holds."""
-    weights = {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(optimizer)}
-    pieces = {}
-    for key, weight in weights.items():
-        flat = (weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
-        values = weight.local_tensor.numpy().copy()
-        pieces[key] = StatePiece(tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape), flat, values)
-    return pieces
 
 
 def train_and_save(model: str, optimizer: str, path: str, steps: int, more: int, shards: int = 0) -> tuple[Outcome, Outcome]:

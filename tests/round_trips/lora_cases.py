@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 import pytest
-from harness import StatePiece, hybrid_groups, this_rank
+from harness import hybrid_groups, this_rank
+from harness.training import held, train_on_tokens
 from paddle import nn
 from paddle.nn import functional as F
 
@@ -95,29 +95,11 @@ def build(seed: int, base: int = 7, dtype: str = "bfloat16", every: bool = True)
 
 def train(model: nn.Layer, optimizer: Any, first: int, last: int, alone: bool = False) -> list[float]:
     """Train over the steps first to last on this rank's rows; the losses are of the global batch."""
-    rank, ranks = (0, 1) if alone else (this_rank().rank, this_rank().world_size)
-    losses = []
-    for step in range(first, last):
-        tokens = paddle.to_tensor(np.random.RandomState(step).randint(0, VOCABULARY, [BATCH, 5])[rank * BATCH // ranks :][: BATCH // ranks])
-        loss = F.cross_entropy(model(tokens).reshape([-1, VOCABULARY]), tokens.reshape([-1]))
-        loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        value = loss.detach().clone()
-        if ranks > 1:
-            dist.all_reduce(value)
-        losses.append(value.item() / ranks)
-    return losses
 
+    def loss_of(tokens: paddle.Tensor) -> paddle.Tensor:
+        return F.cross_entropy(model(tokens).reshape([-1, VOCABULARY]), tokens.reshape([-1]))
 
-def held(model: nn.Layer, optimizer: Any) -> dict[str, StatePiece]:
-    """Copy what this rank holds; bfloat16 as its bits."""
-    pieces = {}
-    for key, weight in {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(optimizer)}.items():
-        flat = (weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
-        values = weight.local_tensor.numpy().copy()
-        pieces[key] = StatePiece(tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape), flat, values)
-    return pieces
+    return train_on_tokens(loss_of, optimizer, range(first, last), vocabulary=VOCABULARY, shape=(BATCH, 5), alone=alone)
 
 
 def train_plain() -> tuple[list[float], dict[str, np.ndarray]]:
