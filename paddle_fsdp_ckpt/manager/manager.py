@@ -217,6 +217,8 @@ class CheckpointManager:
             own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._rendezvous.rank)
             checked_metrics.update(numbers)
             kept.append(own)
+            if self._async and self._background is None:
+                self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
             return [number, digest]
 
         self._meet("check", check, check_same_save)
@@ -236,13 +238,18 @@ class CheckpointManager:
         self._clock.restart()
         self._last = step
         if not self._async:
-            self._take(step, self._job(step, prepared, checked_metrics, None, self._rendezvous, started, None).run())
+            self._take(step, self._job(step, prepared, checked_metrics, None, None, self._rendezvous, started, None).run())
             return
-        if self._background is None:
-            self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
-        contents = self._buffer.copy(prepared)
-        job = self._job(step, prepared, checked_metrics, contents, self._background, started, time.monotonic() - started)
+        assert self._background is not None
+        failure: BaseException | None = None
+        try:
+            contents = self._buffer.copy(prepared)
+        except BaseException as error:  # noqa: BLE001 - the other ranks, whose jobs begin, must hear of it from this rank's
+            contents, failure = [], error
+        job = self._job(step, prepared, checked_metrics, contents, failure, self._background, started, time.monotonic() - started)
         self._worker.start(lambda: self._done.append((step, job.run())))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
 
     def restore(
         self,
@@ -366,6 +373,7 @@ class CheckpointManager:
         prepared: PreparedSave,
         metrics: dict[str, float],
         contents: Contents | None,
+        failure: BaseException | None,
         rendezvous: Rendezvous,
         started: float,
         blocked_seconds: float | None,
@@ -377,6 +385,7 @@ class CheckpointManager:
             prepared,
             metrics,
             contents,
+            failure,
             rendezvous,
             self._policies,
             self._root.steps,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 import stand_in_visualdl
 from harness import hybrid_groups, this_rank
 from paddle import nn
@@ -640,32 +641,37 @@ def die_in_background(root: str, dying: int) -> tuple[str, str, float]:
     raise AssertionError("it did not raise")
 
 
-def full_disk_in_background(root: str, failing: int) -> tuple[str, list[int], list[int]]:
-    """One rank's disk is full for one save in the background: all hear of it, and the next save succeeds."""
+def fail_once_in_background(root: str, failing: int, what: str) -> tuple[str, list[int], list[int], float]:
+    """One rank can't copy, or write, one save in the background: all hear of it at the next call, and the save after succeeds."""
     from paddle_fsdp_ckpt import saving as module
 
     model, optimizer = build()
-    original = module.write_rank_file
+    patch = pytest.MonkeyPatch()
 
-    def fail(path: Path, *_: Any) -> Any:
+    def write(path: Path, *_: Any) -> Any:
         raise OSError(28, "No space left on device", str(path))
+
+    def copy(*_: Any) -> Any:
+        raise MemoryError("Unable to allocate 80.0 GiB")
 
     with CheckpointManager(root, async_save=True) as checkpoints:
         checkpoints.save(1, model=model, optimizer=optimizer)
         checkpoints.wait()
         if this_rank().rank == failing:
-            module.write_rank_file = fail
+            patch.setattr(*((module, "write_rank_file", write) if what == "write" else (checkpoints._buffer, "copy", copy)))
+        started = time.monotonic()
         checkpoints.save(2, model=model, optimizer=optimizer)
         try:
             checkpoints.save(3, model=model, optimizer=optimizer)
         except ckpt.CheckpointError as error:
             text = str(error)
         finally:
-            module.write_rank_file = original
+            patch.undo()
+        seconds = time.monotonic() - started
         steps = checkpoints.all_steps()
         checkpoints.save(3, model=model, optimizer=optimizer)
         checkpoints.wait()
-        return text, steps, checkpoints.all_steps()
+        return text, steps, checkpoints.all_steps(), seconds
 
 
 def remove_while_read(root: str) -> tuple[list[bool], list[int], list[int]]:
