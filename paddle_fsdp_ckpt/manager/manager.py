@@ -184,7 +184,7 @@ class CheckpointManager:
         Args:
             step: how many steps were taken; later than all steps that the root holds.
             model: as for ``save``: one, or a dict of several.
-            optimizer: the same; its scheduler is saved with it.
+            optimizer: the same; its scheduler is saved with it. An empty list where states are left out on purpose.
             lr_scheduler: a scheduler of ``paddle.optimizer.lr``, or a list or dict of such, that belongs to no optimizer, or may not.
             grad_scaler: a ``paddle.amp.GradScaler``, or a list or dict of such.
             extra_state: None, bool, int, float, str, numpy arrays, Paddle tensors, lists and dicts of these; the same on all ranks.
@@ -227,7 +227,7 @@ class CheckpointManager:
             self._rendezvous,
             self._next_token("save"),
             model=model,
-            optimizers=optimizer_list(optimizer),
+            optimizer=optimizer,
             step=step,
             extra_state=extra_state if is_json(extra_state) else None,
             overwrite=step in self._foreign,

@@ -237,6 +237,19 @@ def save_conflicts(root: str) -> list[str]:
     return said
 
 
+def save_with_an_average(root: str) -> bool:
+    """Save a tensor of the user's own that a rank has whole; tell whether its values were compared with those of other ranks."""
+    from paddle_fsdp_ckpt import save_comparison
+
+    model, optimizer = build()
+    compared = []
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(root) as checkpoints:
+        patch.setattr(save_comparison, "digest", lambda data: compared.append(len(data)) or "")
+        whole = ShardedWeight("average", paddle.ones([5]), (5,), (5,), (0,))
+        checkpoints.save(1, model=model, optimizer=optimizer, sharded={"average": whole})
+    return 20 in compared
+
+
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(paddle.rand([1]).item())
 

@@ -262,6 +262,11 @@ def test_ranks_that_give_one_key_different_values_are_heard_of_at_the_save(tmp_p
     assert [path.name for path in sorted((tmp_path / "root").iterdir())] == ["history.jsonl", "step_00000003"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_are_digested_only_where_there_is_another_rank_to_compare_with(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(world_size).run(cases.save_with_an_average, str(tmp_path / "root")) == [world_size > 1] * world_size
+
+
 def test_random_numbers_go_on(tmp_path: Path, ranks: Ranks) -> None:
     for alike in (False, True):
         root = str(tmp_path / f"root {alike}")
