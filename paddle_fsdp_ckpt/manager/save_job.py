@@ -29,14 +29,14 @@ class SaveJob:
         step: its number.
         prepared: the save.
         metrics: those of the step.
-        contents: what this rank's file is to hold; None for the live tensors.
-        failure: why there are no contents although there should be: all ranks raise it.
         rendezvous: the ranks, over a connection that no other thread uses.
         policies: which steps to keep.
         known: the steps that the root held before.
         foreign: those of another history, which go once this one is there.
         on_event: the user's hook.
         started: when the call came, by ``time.monotonic``.
+        contents: what this rank's file is to hold; None for the live tensors.
+        failure: why there are no contents although there should be: all ranks raise it.
         blocked_seconds: how long the caller waited; None where it waits for all of this.
     """
 
@@ -44,15 +44,15 @@ class SaveJob:
     step: int
     prepared: PreparedSave
     metrics: dict[str, float]
-    contents: Contents | None
-    failure: BaseException | None
     rendezvous: Rendezvous
     policies: Sequence[Retention]
     known: Sequence[SavedStep]
     foreign: frozenset[int]
     on_event: Callable[[CheckpointEvent], None] | None
     started: float
-    blocked_seconds: float | None
+    contents: Contents | None = None
+    failure: BaseException | None = None
+    blocked_seconds: float | None = None
 
     def run(self) -> Root:
         """Write, commit, remove what nothing keeps, and tell; return what the root holds then.

@@ -435,9 +435,18 @@ def vote_while_signalled(root: str, times: int) -> int:
     return saves
 
 
-def vote_by_time(root: str) -> list[bool]:
-    with CheckpointManager(root, save_every_minutes=1e-9) as checkpoints:
-        return [checkpoints.should_save(step) for step in range(3)]
+def vote_by_time(root: str, late: int) -> list[bool]:
+    """Ask at three steps: at the second, the minutes are over by one rank's clock; before the third it is saved."""
+    model, optimizer = build()
+    said = []
+    with CheckpointManager(root, save_every_minutes=60) as checkpoints:
+        said.append(checkpoints.should_save(1))
+        if this_rank().rank == late:
+            checkpoints._schedule._clock._since -= 3600.0
+        said.append(checkpoints.should_save(2))
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        said.append(checkpoints.should_save(3))
+    return said
 
 
 def count_votes(root: str, times: int) -> list[int]:
