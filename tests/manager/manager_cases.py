@@ -250,6 +250,30 @@ def save_with_an_average(root: str) -> bool:
     return 20 in compared
 
 
+def restore_parts(root: str) -> list[tuple[int | None, bool, bool, list[str]]]:
+    """Restore some parts of a step over values that were changed; tell whether weights, and states, are those that were saved then."""
+    model, optimizer = build()
+    for _ in range(2):
+        train_step(model, optimizer)
+
+    def values() -> tuple[list[np.ndarray], list[np.ndarray]]:
+        dicts = ckpt.sharded_state_dict(model), ckpt.optimizer_sharded_state_dict(optimizer)
+        weights, states = ([one.local_tensor.numpy().copy() for _, one in sorted(parts.items())] for parts in dicts)
+        return weights, states
+
+    found = []
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        saved = values()
+        for options in ({"optimizer": optimizer, "parts": {"model"}}, {}, {"optimizer": optimizer, "parts": ["optimizer"]}):
+            train_step(model, optimizer)
+            step = checkpoints.restore(model=model, **options)
+            equal = [all(map(np.array_equal, now, then)) for now, then in zip(values(), saved, strict=True)]
+            assert checkpoints.restored is not None
+            found.append((step, *equal, checkpoints.restored.load.parts))
+    return found
+
+
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(paddle.rand([1]).item())
 

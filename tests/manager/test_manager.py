@@ -262,6 +262,11 @@ def test_ranks_that_give_one_key_different_values_are_heard_of_at_the_save(tmp_p
     assert [path.name for path in sorted((tmp_path / "root").iterdir())] == ["history.jsonl", "step_00000003"]
 
 
+def test_parts_of_a_step_are_restored(tmp_path: Path, ranks: Ranks) -> None:
+    right = [(2, True, False, ["model"]), (2, True, False, ["model"]), (2, False, True, ["optimizer"])]
+    assert ranks(2).run(cases.restore_parts, str(tmp_path / "root")) == [right] * 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_are_digested_only_where_there_is_another_rank_to_compare_with(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(world_size).run(cases.save_with_an_average, str(tmp_path / "root")) == [world_size > 1] * world_size
