@@ -411,8 +411,8 @@ def resume_otherwise(root: str) -> list[str]:
     return heard
 
 
-def fail_in_background(root: str) -> tuple[str, list[int]]:
-    """A save whose target can't be made: the error comes at wait(), once."""
+def fail_in_background(root: str, call: str) -> tuple[str, list[int]]:
+    """A save whose target can't be made: the error comes at the next call, once."""
     model, optimizer = build(seed=3)
     checkpoints = CheckpointManager(root, async_save=True)
     if this_rank().rank == 0:
@@ -420,7 +420,7 @@ def fail_in_background(root: str) -> tuple[str, list[int]]:
     dist.barrier()
     checkpoints.save(1, model=model, optimizer=optimizer)
     try:
-        checkpoints.wait()
+        getattr(checkpoints, call)(**({"model": model} if call == "restore" else {}))
     except ckpt.CheckpointError as error:
         text = str(error)
     else:
@@ -483,21 +483,41 @@ def count_votes(root: str, times: int) -> list[int]:
         return due
 
 
-def events_of(root: str) -> list[str]:
-    """The hook's events of two saves and a restore; the second call of the hook fails, which stops nothing."""
+def events_of(root: str) -> tuple[list[str], list[str]]:
+    """The hook's events of two saves and a restore, and what was logged; the second call of the hook fails, which stops nothing."""
     model, optimizer = build()
     seen = []
+    logged = Lines()
+    log = logging.getLogger("paddle_fsdp_ckpt")
 
     def hook(event: Any) -> None:
         seen.append(f"{event.kind} {event.step}")
         if len(seen) == 2:
             raise ValueError("no such board")
 
-    with CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
-        checkpoints.restore(model=model, optimizer=optimizer)
-    return seen
+    level = log.level
+    log.addHandler(logged)
+    log.setLevel(logging.INFO)
+    try:
+        with CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
+            checkpoints.restore(model=model, optimizer=optimizer)
+    finally:
+        log.removeHandler(logged)
+        log.setLevel(level)
+    return seen, logged.lines
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def run_example(script: str, root: str, log: str) -> None:

@@ -43,8 +43,9 @@ def test_one_save_at_a_time(when_busy: str, tmp_path: Path, ranks: Ranks) -> Non
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl"] + [f"step_{step:08d}" for step in steps]
 
 
-def test_a_failure_comes_at_wait_and_once(tmp_path: Path, ranks: Ranks) -> None:
-    for text, steps in ranks(2).run(cases.fail_in_background, str(tmp_path / "root")):
+@pytest.mark.parametrize("call", ["wait", "restore", "close"])
+def test_a_failure_comes_at_the_next_call_and_once(call: str, tmp_path: Path, ranks: Ranks) -> None:
+    for text, steps in ranks(2).run(cases.fail_in_background, str(tmp_path / "root"), call):
         assert "root" in text
         assert steps == []
 

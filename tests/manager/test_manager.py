@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -297,7 +298,15 @@ def test_the_visualdl_example(tmp_path: Path, ranks: Ranks) -> None:
 
 def test_history_and_hook(tmp_path: Path, ranks: Ranks) -> None:
     seen = on(ranks(2), cases.events_of, str(tmp_path / "root"))
-    assert seen == [["save 1", "save 2", "restore 2"], []]
+    (first, logged), second = seen
+    assert first == ["save 1", "save 2", "restore 2"]
+    assert second == ([], []), "only rank 0 tells"
+    one, two, failed, restored = logged
+    took = r"0\.0 MB in \d+\.\d\d s \(\d+ MB/s\), training blocked for \d+\.\d\d s"
+    assert re.fullmatch(f"saved step 1: {took}; kept 1 step", one)
+    assert re.fullmatch(f"saved step 2: {took}; kept 1 step, removed step_00000001", two)
+    assert failed == "on_event failed, and training goes on"
+    assert re.fullmatch(r"restored step 2 in \d+\.\d\d s", restored)
     lines = [json.loads(line) for line in (tmp_path / "root" / "history.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"], line["removed"], line["steps"]) for line in lines] == [
         ("save", 1, [], [1]),
