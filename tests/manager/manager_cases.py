@@ -27,6 +27,7 @@ from paddle import nn
 from paddle.amp import grad_scaler
 from paddle.base import core
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+from paddle.distributed.launch.context.args_envs import parse_args
 from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
@@ -526,7 +527,11 @@ def run_example(script: str, root: str, log: str) -> None:
     sys.modules["visualdl"] = stand_in_visualdl
     try:
         for steps in ("20", "30"):
-            sys.argv = [script, "--root", root, "--log", log, "--steps", steps]
+            command = [script, "--root", root, "--board", log, "--steps", steps]
+            sys.argv = ["launch", *command]
+            launched, _ = parse_args()  # which takes an option for its own where that begins alike
+            assert [launched.training_script, *launched.training_script_args] == command
+            sys.argv = command
             runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv = kept
