@@ -55,7 +55,7 @@ def decode_extra_state(encoded: bytes | bytearray, where: str) -> Any:
         if start > len(encoded):
             raise ValueError("it ends too early")
         return _decode(parse_json(bytes(encoded[_LENGTH_NBYTES:start]).decode(), allow_nan=True), memoryview(encoded)[start:])
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, OSError, RuntimeError) as error:  # the last two of Paddle, of a shape
         raise CorruptCheckpointError(f"{where} is not what a save writes ({error}); load another checkpoint") from error
 
 
