@@ -3,7 +3,7 @@
 It runs by itself, or on several ranks with ``python -m paddle.distributed.launch --nproc_per_node 2``::
 
     pip install visualdl
-    python examples/visualdl_checkpoints.py --root checkpoints --log board
+    python examples/visualdl_checkpoints.py --root checkpoints --board board
     visualdl --logdir board
 
 ``CheckpointManager`` calls ``on_event`` on rank 0 after each save and restore, in the background where the save is there. What it
@@ -45,7 +45,7 @@ def main() -> None:
     """Train a small model, saving every few steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default="checkpoints")
-    parser.add_argument("--log", default="board")
+    parser.add_argument("--board", default="board")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
@@ -53,7 +53,7 @@ def main() -> None:
     model = paddle.nn.Sequential(paddle.nn.Linear(16, 64), paddle.nn.GELU(), paddle.nn.Linear(64, 1))
     optimizer = paddle.optimizer.AdamW(1e-2, parameters=model.parameters())
     fully_shard(model, optimizer=optimizer)
-    board = Board(options.log) if dist.get_rank() == 0 else None
+    board = Board(options.board) if dist.get_rank() == 0 else None
     with CheckpointManager(options.root, max_to_keep=3, save_every_steps=10, async_save=True, on_event=board) as checkpoints:
         start = checkpoints.restore(model=model, optimizer=optimizer) or 0
         for step in range(start + 1, options.steps + 1):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -20,15 +18,15 @@ from .base_weights import LeftOut, leave_out_base
 from .errors import CheckpointError, RankFailedError, listing
 from .host_memory import bytes_of
 from .lora_layers import lora_scalings
-from .meeting import absolute_path, check_same, digest_of, open_meeting
+from .meeting import absolute_path, open_meeting
 from .optim import optimizer_list
 from .pieces import Piece
 from .progress import long_progress, watching_file
+from .save_comparison import check_same_saving, describe_own, is_whole
 from .save_plan import KnownIndex, SaveMemory, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
-from .storage.digests import digest
 from .storage.flex import paddle_metadata, piece_of
 from .storage.format import PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import CheckpointIndex, read_headers, without_garbage_collection
@@ -63,7 +61,8 @@ def save(
             saves all. Or a dict of several such as ``{"actor": actor, "critic": critic}``, sharded by ours or plain: the keys of each
             begin with its name and a dot.
         optimizer: bound to the model, or a list or dict of such; plain as the model is plain. Of several models it may step one or more.
-            States that it doesn't have yet are not made.
+            States that it doesn't have yet are not made. An empty list where states are left out on purpose; None warns where the
+            model has an optimizer.
         step: noted in the checkpoint; a whole number from 0 on.
         extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks.
         overwrite: replace a checkpoint that is at ``path``, as a whole.
@@ -76,14 +75,13 @@ def save(
     Raises:
         CheckpointError: on all ranks, where any failed; ``path`` is as it was before.
     """
-    optimizers = optimizer_list(optimizer)
-    rendezvous, token = open_meeting(model, optimizers)
+    rendezvous, token = open_meeting(model, optimizer_list(optimizer))
     prepared = prepare_save(
         path,
         rendezvous,
         token,
         model=model,
-        optimizers=optimizers,
+        optimizer=optimizer,
         step=step,
         extra_state=extra_state,
         overwrite=overwrite,
@@ -169,7 +167,7 @@ def prepare_save(
     token: str,
     *,
     model: Models | None,
-    optimizers: Sequence[Any],
+    optimizer: Any,
     step: object,
     extra_state: JsonValue,
     overwrite: bool,
@@ -184,7 +182,7 @@ def prepare_save(
         rendezvous: the ranks.
         token: for this save.
         model: the model.
-        optimizers: a list.
+        optimizer: see :func:`save`.
         step: the number.
         extra_state: for the manifest.
         overwrite: or not.
@@ -202,7 +200,7 @@ def prepare_save(
         target = absolute_path(path)
         if model is None:
             raise CheckpointError("save: give the model; a checkpoint of an optimizer alone can't be told from a broken one")
-        subjects = check_subjects(model, optimizers)
+        subjects = check_subjects(model, optimizer_list(optimizer))
         try:
             check_json(extra_state, "extra_state")
         except (ValueError, RecursionError) as error:
@@ -215,14 +213,11 @@ def prepare_save(
             base = left_out[0].message
         stored = stored_tensors(subjects, rendezvous.rank, left_out[0].keys if left_out else ())
         kept = keep()
-        whole = {
-            key: digest(bytes_of(weight.local_tensor))
-            for key, weight in sorted(kept.sharded.items())
-            if tuple(weight.local_shape) == tuple(weight.global_shape) and not weight.is_flattened
-        }
         first_replica = subjects.sharding.communicator.replica == 0
         sharded = {
-            key: weight for key, weight in kept.sharded.items() if (first_replica and key not in whole) or rendezvous.rank == COORDINATOR
+            key: weight
+            for key, weight in kept.sharded.items()
+            if (first_replica and not is_whole(weight)) or rendezvous.rank == COORDINATOR
         }
         manifest = Manifest(
             step=_check_step(step),
@@ -239,19 +234,24 @@ def prepare_save(
         data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
         memory = memory_of(subjects)
         prepared.append(PreparedSave(target, stored, tensors, data, memory, manifest, token, overwrite, timeout_seconds))
-        extra = digest_of(json.dumps(extra_state, sort_keys=True))
-        weights_digest = _weights_digest(subjects) if rendezvous.world_size > 1 else ""
-        alike = [str(target), subjects.digest(), manifest.step, overwrite, extra, trainable_only, weights_digest]
-        return {
-            "alike": alike,
-            "whole": whole,
-            "buffers": _buffer_checksums(subjects),
-            "base": base,
-            "replica": _replica(subjects),
-        }
+        if optimizer is None and rendezvous.rank == COORDINATOR:
+            _say_what_is_left_out(subjects)
+        own: JsonValue = None
+        if rendezvous.world_size > 1:
+            own = describe_own(
+                subjects,
+                kept.sharded,
+                path=target,
+                step=manifest.step,
+                overwrite=overwrite,
+                extra_state=extra_state,
+                trainable_only=trainable_only,
+            )
+        return {"own": own, "base": base}
 
     def judge(ranks: list[JsonValue]) -> None:
-        _check_same_saving(ranks)
+        if rendezvous.world_size > 1:
+            check_same_saving([one["own"] for one in ranks])
         if left_out:
             base = left_out[0].describe([one["base"] for one in ranks])
             prepared[0] = replace(prepared[0], manifest=replace(prepared[0].manifest, base=base))
@@ -330,57 +330,14 @@ def _check_step(step: Any) -> int | None:
     return number
 
 
-def _check_same_saving(ranks: list[JsonValue]) -> None:
-    shown = ("path", "step", "overwrite", "trainable_only")
-    plain = "weights of a model that is not sharded (was fully_shard forgotten?)"
-    whats = ("path", "model and optimizers", "step", "overwrite", "extra_state", "trainable_only", plain)
-    for what, values in zip(whats, zip(*(one["alike"] for one in ranks), strict=True), strict=True):
-        check_same("save", what, values, "nothing was written", shown=what in shown)
-    _check_same_replicas([one["replica"] for one in ranks])
-    _check_same_whole([one["whole"] for one in ranks])
-    buffers = [one["buffers"] for one in ranks]
-    differing = [name for name, checksum in buffers[COORDINATOR].items() if any(other[name] != checksum for other in buffers)]
-    if differing:
+def _say_what_is_left_out(subjects: Subjects) -> None:
+    """Warn where optimizers are bound to the model and none was given."""
+    bound = sorted({type(one).__name__ for one in subjects.sharding.bound_optimizers()})
+    if bound:
         warnings.warn(
-            f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere",
-            stacklevel=2,
-        )
-
-
-def _replica(subjects: Subjects) -> JsonValue:
-    """Return which shard this rank keeps, and digests of its parameters and states, where other replicas keep it too."""
-    sharding = subjects.sharding
-    if sharding.communicator.replica_count == 1:
-        return None
-    parameters = [shard.tensor for shard in sharding.flat_shards()]
-    states = [state.tensor for one in subjects.steppers for state in sharding.states(one.optimizer, one.parameters)]
-    of_values = [digest_of(" ".join(digest(bytes_of(tensor)) for tensor in tensors)) for tensors in (parameters, states)]
-    return [sharding.communicator.rank, *of_values]
-
-
-def _check_same_replicas(ranks: list[JsonValue]) -> None:
-    """Raise where replicas have parted, as each writes a part of the checkpoint."""
-    first: dict[int, tuple[int, list[str]]] = {}
-    for rank, replica in enumerate(ranks):
-        if replica is not None:
-            shard, *values = replica
-            other, right = first.setdefault(shard, (rank, values))
-            if values != right:
-                what = "parameters" if values[0] != right[0] else "optimizer states"
-                raise RankFailedError(
-                    f"save: ranks {other} and {rank} are replicas, and their {what} differ; nothing was written. Was something "
-                    "written to them, by set_value or inside local_parameters, that wasn't the same on all replicas?"
-                )
-
-
-def _check_same_whole(ranks: Sequence[dict[str, str]]) -> None:
-    """Raise where ranks gave different tensors under one key, of which each says that it has all."""
-    first = ranks[COORDINATOR]
-    differing = {key for one in ranks for key in {*first, *one} if one.get(key) != first.get(key)}
-    if differing:
-        raise RankFailedError(
-            f"sharded: ranks gave different values, or some none, under keys of which each has all: {listing(sorted(differing))}; nothing "
-            "was written. Give different tensors different keys, or say which part of a larger one they are"
+            f"save: {listing(bound)} is bound to the model and was not given: its states are not saved, and no run goes on from this "
+            "checkpoint as it was. Give optimizer=..., or optimizer=[] where that is meant",
+            stacklevel=6,
         )
 
 
@@ -397,15 +354,3 @@ def _check_duplicates(index: CheckpointIndex, duplicates: Sequence[Duplicate]) -
             f"ranks gave different values for the same elements of {len(differing)} keys: {listing(differing)}; nothing was saved. Give "
             "different tensors, such as the experts of each rank, different keys or offsets"
         )
-
-
-def _weights_digest(subjects: Subjects) -> str:
-    """Return a digest of the values of plain models' parameters."""
-    assert subjects.model is not None
-    whole = subjects.sharding.whole_keys(subjects.model)
-    plain = [named.parameter for named in subjects.parameters if named.names[0] in whole]
-    return digest_of(" ".join(digest(bytes_of(parameter)) for parameter in plain))
-
-
-def _buffer_checksums(subjects: Subjects) -> dict[str, int]:
-    return {name: zlib.crc32(bytes_of(buffer)) for name, buffer in subjects.buffers}

@@ -74,6 +74,10 @@ class SeveralModels(Sharding):
         """Over the ranks over which all of them are cut."""
         return next(sharding.communicator for _, sharding in self.cut.values())
 
+    def bound_optimizers(self) -> list[Any]:
+        """Return those of any of them."""
+        return list({id(one): one for _, sharding in self.cut.values() for one in sharding.bound_optimizers()}.values())
+
     def flat_shards(self) -> list[FlatShard]:
         """Return those of each, by the names here.
 

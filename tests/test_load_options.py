@@ -1,26 +1,24 @@
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from paddle_fsdp_ckpt import load
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
-from paddle_fsdp_ckpt.loading.options import PARTS, Patterns, check_options, map_names, unused_prefixes
+from paddle_fsdp_ckpt.loading.options import PARTS, LoadOptions, Patterns, check_options, map_names, unused_prefixes
 
 NAMES = ["model.embed.weight", "model.embedding.weight", "model.head.weight", "scale"]
-DEFAULTS: dict[str, Any] = {
-    "allow_missing": (),
-    "allow_unexpected": (),
-    "cast": False,
-    "key_map": None,
-    "parts": None,
-    "copy_tied": False,
-    "verify_first": False,
-    "salvage": False,
-    "allow_other_base": False,
-    "check_digests": True,
-    "given": ["model", "optimizer"],
-}
+ARGUMENTS = {name: one.default for name, one in inspect.signature(load).parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+DEFAULTS: dict[str, Any] = {name: value for name, value in ARGUMENTS.items() if name not in ("model", "optimizer", "timeout_seconds")}
+DEFAULTS["given"] = ["model", "optimizer"]
+
+
+def test_an_option_is_an_argument_of_load_with_the_same_default() -> None:
+    options = {one.name: one.default for one in fields(LoadOptions)}
+    assert {**options, "parts": None, "given": DEFAULTS["given"]} == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -121,6 +119,8 @@ def test_the_digest_tells_options_apart() -> None:
         {"parts": ["model"]},
         {"copy_tied": True},
         {"verify_first": True},
+        {"salvage": True},
+        {"allow_other_base": True},
         {"check_digests": False},
     ]
     digests = [check_options(**{**DEFAULTS, **way}).digest({}) for way in ways]

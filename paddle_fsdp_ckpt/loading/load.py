@@ -105,6 +105,7 @@ def load(
 
         def plan_all() -> JsonValue:
             options = check_options(
+                [name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
                 cast=cast,
@@ -115,7 +116,6 @@ def load(
                 salvage=salvage,
                 allow_other_base=allow_other_base,
                 check_digests=check_digests,
-                given=[name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
             )
             where = absolute_path(path)
             subjects = check_subjects(model, optimizers)

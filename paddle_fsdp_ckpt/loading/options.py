@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -47,56 +47,30 @@ class LoadOptions:
 
     def digest(self, names: Mapping[str, str]) -> str:
         """Return a digest of what must be the same on every rank; ``names`` is what :func:`map_names` made of ``key_map``."""
-        switches = (self.cast, self.copy_tied, self.verify_first, self.salvage, self.allow_other_base, self.check_digests)
-        described = (self.allow_missing, self.allow_unexpected, sorted(self.parts), switches)
+        described = [(name, sorted(value) if name == "parts" else value) for name, value in vars(self).items() if name != "key_map"]
         return hashlib.sha256(repr((described, sorted(names.items()))).encode()).hexdigest()
 
 
-def check_options(
-    *,
-    allow_missing: Any,
-    allow_unexpected: Any,
-    cast: Any,
-    key_map: Any,
-    parts: Any,
-    copy_tied: Any,
-    verify_first: Any,
-    salvage: Any,
-    allow_other_base: Any,
-    check_digests: Any,
-    given: Collection[str],
-) -> LoadOptions:
+_SWITCHES = [one.name for one in fields(LoadOptions) if isinstance(one.default, bool)]
+
+
+def check_options(given: Collection[str], **arguments: Any) -> LoadOptions:
     """Return the options of a call, checked.
 
     Args:
-        allow_missing: a collection of patterns.
-        allow_unexpected: the same.
-        cast: True or False.
-        key_map: a function, a dict or None.
-        parts: a collection of some of :data:`PARTS`, or None for all that can be loaded into what was given.
-        copy_tied: True or False.
-        verify_first: True or False.
-        salvage: True or False.
-        allow_other_base: True or False.
-        check_digests: True or False.
         given: which of "model" and "optimizer" were given to load into.
+        arguments: all of :class:`LoadOptions`, as a caller of ``load`` gave them: of ``parts`` None for all that can be loaded into what
+            was given, and any collection where one holds strings.
 
     Raises:
         CheckpointError: one of them isn't what it must be.
     """
-    switches = {
-        "cast": cast,
-        "copy_tied": copy_tied,
-        "verify_first": verify_first,
-        "salvage": salvage,
-        "allow_other_base": allow_other_base,
-        "check_digests": check_digests,
-    }
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise CheckpointError(f"load: {name} is {value!r:.100}; give True or False")
-    if verify_first and not check_digests:
+    for name in _SWITCHES:
+        if not isinstance(arguments[name], bool):
+            raise CheckpointError(f"load: {name} is {arguments[name]!r:.100}; give True or False")
+    if arguments["verify_first"] and not arguments["check_digests"]:
         raise CheckpointError("load: verify_first=True checks the digests that check_digests=False leaves out; choose one")
+    key_map = arguments["key_map"]
     if key_map is not None and not callable(key_map):
         fits = isinstance(key_map, Mapping) and all(isinstance(text, str) for pair in key_map.items() for text in pair)
         if not fits:
@@ -104,18 +78,11 @@ def check_options(
                 f"load: key_map is {key_map!r:.100}; give a function from a name in the model to the name in the checkpoint, or a dict "
                 "from beginnings of such names to what stands for them in the checkpoint"
             )
-    return LoadOptions(
-        _check_patterns("allow_missing", allow_missing),
-        _check_patterns("allow_unexpected", allow_unexpected),
-        cast,
-        key_map,
-        _check_parts(parts, given),
-        copy_tied,
-        verify_first,
-        salvage,
-        allow_other_base,
-        check_digests,
-    )
+    checked = {
+        "parts": _check_parts(arguments["parts"], given),
+        **{name: _check_patterns(name, arguments[name]) for name in ("allow_missing", "allow_unexpected")},
+    }
+    return LoadOptions(**{**arguments, **checked})
 
 
 def _check_patterns(name: str, patterns: Any) -> tuple[str, ...]:

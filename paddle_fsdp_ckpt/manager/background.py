@@ -67,7 +67,7 @@ class Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begin a job; there must be none, and its failure raised."""
+        """Begin a job, or do it now where there can be no thread; there must be none, and its failure raised."""
         assert self._thread is None
 
         def run() -> None:
@@ -77,8 +77,13 @@ class Worker:
                 self._error = error
 
         # No daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=run, name="paddle_fsdp_ckpt save")
-        self._thread.start()
+        thread = threading.Thread(target=run, name="paddle_fsdp_ckpt save")
+        try:
+            thread.start()
+        except RuntimeError:  # The system makes no more threads. The other ranks' jobs have begun, and need this one.
+            run()
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Wait until no job runs, and raise what the last one did.

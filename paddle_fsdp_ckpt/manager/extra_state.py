@@ -53,7 +53,7 @@ def decode_extra_state(encoded: bytes | bytearray, where: str) -> Any:
     try:
         text, arrays = text_and_arrays(encoded)
         return _decode(parse_json(text, allow_nan=True), arrays)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, OSError, RuntimeError) as error:  # the last two of Paddle, of a shape
         raise CorruptCheckpointError(f"{where} is not what a save writes ({error}); load another checkpoint") from error
 
 

@@ -47,9 +47,10 @@ class CheckpointEvent:
             return f"restored step {self.step} in {self.seconds:.2f} s{skipped}"
         rate = self.nbytes / 1e6 / max(self.seconds, 1e-9)
         removed = f", removed {names_of(self.removed)}" if self.removed else ""
+        kept = f"{len(self.steps)} step{'s' if len(self.steps) != 1 else ''}"
         return (
             f"saved step {self.step}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({rate:.0f} MB/s), training blocked for "
-            f"{self.blocked_seconds:.2f} s; kept {len(self.steps)} steps{removed}"
+            f"{self.blocked_seconds:.2f} s; kept {kept}{removed}"
         )
 
 

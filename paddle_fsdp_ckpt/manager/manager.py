@@ -6,30 +6,33 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from ..errors import CheckpointError, TargetExistsError, listing
+from ..errors import CheckpointError, listing
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import optimizer_list
-from ..saving import Contents, Kept, PreparedSave, prepare_save
+from ..saving import Contents, Kept, prepare_save
 from ..shardings import ranks_of
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import MANIFEST_NAME, JsonValue
 from ..subjects import Models
-from .arguments import check_same_restore, check_same_save, positive_number, retention_of, whole_number
+from .arguments import check_same_restore, check_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
 from .history import CheckpointEvent, tell
 from .mailboxes import Mailboxes
 from .restoring import RestoreReport, Restoring
 from .retention import Retention, missing_metrics, need_metrics
+from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
-from .steps import Root, heal_root, names_of, read_root, step_name
+from .steps import Root, heal_root, read_root, step_name
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
-from .votes import Ballot, Clock, Signals
+from .votes import Schedule
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -46,7 +49,6 @@ class CheckpointManager:
 
     Attributes:
         restored: the report of the last :meth:`restore` that found something, or None.
-        should_stop: whether a signal of ``stop_signals`` came on any rank, as of the last :meth:`should_save`.
     """
 
     def __init__(
@@ -88,7 +90,6 @@ class CheckpointManager:
             RankFailedError: another rank raised, or the roots differ.
         """
         self.restored: RestoreReport | None = None
-        self.should_stop = False
         self._timeout = timeout_seconds
         self._store, self._token = open_meeting(None, ())
         self._rendezvous: Rendezvous = Mailboxes(self._store, f"{self._token}/main")
@@ -103,13 +104,19 @@ class CheckpointManager:
                     f"root is '{self._where}', which is a checkpoint itself; give the directory in which a run's steps lie, or a new one"
                 )
             self._policies = retention_of(max_to_keep, keep)
-            self._every_steps = None if save_every_steps is None else whole_number(save_every_steps, "save_every_steps", 1)
-            self._every_minutes = None if save_every_minutes is None else positive_number(save_every_minutes, "save_every_minutes")
             if when_busy not in ("wait", "refuse"):
                 raise CheckpointError(f"when_busy is {when_busy!r:.100}, and must be 'wait' or 'refuse'")
-            self._signals = Signals([*save_signals, *stop_signals])
-            signals = [sorted(map(int, save_signals)), sorted(map(int, stop_signals))]
-            return [str(self._where), bool(overwrite), bool(async_save), when_busy, [self._every_steps, self._every_minutes], signals]
+            self._schedule = Schedule(
+                self._store,
+                f"{self._token}/ballot",
+                timeout_seconds,
+                every_steps=save_every_steps,
+                every_minutes=save_every_minutes,
+                save_signals=save_signals,
+                stop_signals=stop_signals,
+            )
+            undo.callback(self._schedule.close)
+            return [str(self._where), bool(overwrite), bool(async_save), when_busy, *self._schedule.described()]
 
         def look(ranks: list[JsonValue]) -> JsonValue:
             whats = ("root", "overwrite", "async_save", "when_busy", "save_every_steps and save_every_minutes", "signals")
@@ -119,23 +126,19 @@ class CheckpointManager:
                 _LOG.warning("'%s' was renamed back: a save that was to replace it was killed", self._where / step_name(step))
             return read_root(self._where, metrics=need_metrics(self._policies)).to_json()
 
-        self._signals = Signals(())
-        try:
-            self._root = Root.from_json(self._meet("begin", begin, look))
-        except BaseException:
-            self._signals.close()
-            raise
-        self._save_signals, self._stop_signals = tuple(save_signals), tuple(stop_signals)
+        with ExitStack() as undo:
+            held = Root.from_json(self._meet("begin", begin, look))
+            self._steps = RunSteps(self._where, held, overwrite=overwrite)
+            undo.pop_all()
         self._on_event = on_event
-        # Steps of another history than this run's, to be removed once this run has a step of its own.
-        self._foreign = set(self._root.numbers) if overwrite else set()
-        self._may_save = overwrite or not self._root.steps
         self._async, self._when_busy = async_save, when_busy
         self._worker, self._buffer = Worker(), HostBuffer()
         self._done: list[tuple[int, Root]] = []
-        self._last: int | None = None
-        self._clock = Clock(self._every_minutes)
-        self._ballot = Ballot(self._store, f"{self._token}/ballot", timeout_seconds)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal of ``stop_signals`` came on any rank, as of the last :meth:`should_save`."""
+        return self._schedule.should_stop
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None, as all ranks know it since the last call that all of them made."""
@@ -144,7 +147,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Return the committed steps of this run in ascending order; as :meth:`latest_step`."""
-        return [step for step in self._root.numbers if step not in self._foreign]
+        return self._steps.own()
 
     def should_save(self, step: int) -> bool:
         """Tell whether it is time to save ``step``, alike on all ranks; false where it is saved. All ranks must call it at each step.
@@ -154,14 +157,7 @@ class CheckpointManager:
         Raises:
             RankFailedError: some rank did not call it in time.
         """
-        due = self._every_steps is not None and step % self._every_steps == 0
-        if self._every_minutes is not None or self._save_signals or self._stop_signals:
-            is_due = self._rendezvous.rank == COORDINATOR and self._clock.is_due()
-            is_due = self._signals.take(self._save_signals) or is_due
-            verdict = self._ballot.vote(save=is_due, stop=self._signals.take(self._stop_signals) or self.should_stop)
-            self.should_stop = verdict.stop > 0
-            due = due or verdict.save > 0 or verdict.stop > 0
-        return due and step != self._last
+        return self._schedule.is_due(step) and step != self._steps.last
 
     def save(
         self,
@@ -184,7 +180,7 @@ class CheckpointManager:
         Args:
             step: how many steps were taken; later than all steps that the root holds.
             model: as for ``save``: one, or a dict of several.
-            optimizer: the same; its scheduler is saved with it.
+            optimizer: the same; its scheduler is saved with it. An empty list where states are left out on purpose.
             lr_scheduler: a scheduler of ``paddle.optimizer.lr``, or a list or dict of such, that belongs to no optimizer, or may not.
             grad_scaler: a ``paddle.amp.GradScaler``, or a list or dict of such.
             extra_state: None, bool, int, float, str, numpy arrays, Paddle tensors, lists and dicts of these; the same on all ranks.
@@ -209,7 +205,7 @@ class CheckpointManager:
 
         def check() -> JsonValue:
             number = whole_number(step, "step", 0)
-            self._check_step(number)
+            self._steps.check_next(number)
             self._check_group(model, optimizer)
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
             numbers = check_metrics(metrics)
@@ -217,6 +213,8 @@ class CheckpointManager:
             own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._rendezvous.rank)
             checked_metrics.update(numbers)
             kept.append(own)
+            if self._async and self._background is None:
+                self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
             return [number, digest]
 
         self._meet("check", check, check_same_save)
@@ -225,24 +223,47 @@ class CheckpointManager:
             self._rendezvous,
             self._next_token("save"),
             model=model,
-            optimizers=optimizer_list(optimizer),
+            optimizer=optimizer,
             step=step,
             extra_state=extra_state if is_json(extra_state) else None,
-            overwrite=step in self._foreign,
+            overwrite=step in self._steps.foreign,
             trainable_only=trainable_only,
             timeout_seconds=self._timeout,
             keep=lambda: kept[0],
         )
-        self._clock.restart()
-        self._last = step
-        if not self._async:
-            self._take(step, self._job(step, prepared, checked_metrics, None, self._rendezvous, started, None).run())
-            return
-        if self._background is None:
-            self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
-        contents = self._buffer.copy(prepared)
-        job = self._job(step, prepared, checked_metrics, contents, self._background, started, time.monotonic() - started)
-        self._worker.start(lambda: self._done.append((step, job.run())))
+        self._schedule.saved()
+        self._steps.last = step
+        job = SaveJob(
+            self._where,
+            step,
+            prepared,
+            checked_metrics,
+            self._rendezvous,
+            self._policies,
+            self._steps.root.steps,
+            frozenset(self._steps.foreign),
+            self._on_event,
+            started,
+        )
+        if self._async:
+            self._run_in_background(job)
+        else:
+            self._steps.saved(step, job.run())
+
+    def _run_in_background(self, job: SaveJob) -> None:
+        """Copy what a job is to write, and let it be written from the copies."""
+        assert self._background is not None
+        contents: Contents = []
+        failure: BaseException | None = None
+        try:
+            contents = self._buffer.copy(job.prepared)
+        except BaseException as error:  # noqa: BLE001 - the other ranks, whose jobs begin, must hear of it from this rank's
+            failure = error
+        blocked_seconds = time.monotonic() - job.started
+        job = replace(job, contents=contents, failure=failure, rendezvous=self._background, blocked_seconds=blocked_seconds)
+        self._worker.start(lambda: self._done.append((job.step, job.run())))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
 
     def restore(
         self,
@@ -293,7 +314,7 @@ class CheckpointManager:
 
         self._meet("check", check, check_same_restore)
         state = checked[0]
-        restoring = Restoring(self._where, self._root, self._rendezvous, self._next_token("restore"), self._timeout)
+        restoring = Restoring(self._where, self._steps.root, self._rendezvous, self._next_token("restore"), self._timeout)
         report = restoring.restore(
             self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
         )
@@ -301,10 +322,7 @@ class CheckpointManager:
             if self._rendezvous.rank == COORDINATOR:
                 _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
             return None
-        later = {one for one in self.all_steps() if one > report.step}
-        self._foreign |= later if discard_later else set(report.fell_back_from)
-        self._may_save = True
-        self._last = report.step
+        self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)
         self.restored = report
         if self._rendezvous.rank == COORDINATOR:
             seconds = time.monotonic() - started
@@ -322,7 +340,7 @@ class CheckpointManager:
         """
         self._worker.wait()
         for step, root in self._done:
-            self._take(step, root)
+            self._steps.saved(step, root)
         self._done.clear()
 
     def close(self) -> None:
@@ -333,7 +351,7 @@ class CheckpointManager:
         """
         if self._is_open:
             self._is_open = False
-            self._signals.close()
+            self._schedule.close()
             self.wait()
             self._meet("close", lambda: None, lambda _: None)
             let_all_hear(self._rendezvous, self._next_token("closed"), self._timeout)
@@ -347,7 +365,7 @@ class CheckpointManager:
             return
         # The others may not be here: wait for what is being written, and for nobody else.
         self._is_open = False
-        self._signals.close()
+        self._schedule.close()
         try:
             self.wait()
         except CheckpointError:
@@ -360,37 +378,6 @@ class CheckpointManager:
     def _meet(self, what: str, produce: Callable[[], JsonValue], decide: Callable[[list[JsonValue]], JsonValue]) -> JsonValue:
         return exchange(self._rendezvous, self._next_token(what), produce, decide, self._timeout)
 
-    def _job(
-        self,
-        step: int,
-        prepared: PreparedSave,
-        metrics: dict[str, float],
-        contents: Contents | None,
-        rendezvous: Rendezvous,
-        started: float,
-        blocked_seconds: float | None,
-    ) -> SaveJob:
-        foreign = frozenset(self._foreign)
-        return SaveJob(
-            self._where,
-            step,
-            prepared,
-            metrics,
-            contents,
-            rendezvous,
-            self._policies,
-            self._root.steps,
-            foreign,
-            self._on_event,
-            started,
-            blocked_seconds,
-        )
-
-    def _take(self, saved: int, root: Root) -> None:
-        """Take over what the root holds after a save."""
-        self._root = root
-        self._foreign &= set(root.numbers) - {saved}
-
     def _check_open(self) -> None:
         if not self._is_open:
             raise CheckpointError("the CheckpointManager was closed; make a new one")
@@ -399,19 +386,6 @@ class CheckpointManager:
         if self._meet("busy", lambda: self._worker.is_busy, any):
             raise CheckpointError(
                 "a save is still being written, and when_busy='refuse'; nothing was saved. Call wait() first, or save less often"
-            )
-
-    def _check_step(self, step: int) -> None:
-        if not self._may_save:
-            raise TargetExistsError(
-                f"'{self._where}' holds {names_of(self.all_steps())} of an earlier run; nothing was saved. Go on with restore(), choose "
-                "another root, or begin anew with CheckpointManager(root, overwrite=True), which removes them"
-            )
-        latest = self.latest_step()
-        if latest is not None and step <= latest:
-            raise TargetExistsError(
-                f"step {step} is not later than {step_name(latest)}, which '{self._where}' holds; nothing was saved. Steps are saved in "
-                "ascending order; a run that goes back says restore(step=..., discard_later=True)"
             )
 
     def _check_metrics(self, metrics: dict[str, float]) -> None:

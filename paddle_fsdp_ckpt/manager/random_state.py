@@ -25,6 +25,10 @@ from paddle.base import core
 from ..errors import CorruptCheckpointError
 from ..storage.format import JsonValue
 
+_NUMPY_WORDS = 624
+_PADDLE_WORDS = 312
+"""Of the Mersenne twister of 32 bits, and of that of 64 bits, whose text in libstdc++ is the words and the place of the next."""
+
 
 @dataclass(frozen=True)
 class _Generator:
@@ -88,7 +92,7 @@ def restore_random_state(state: dict[str, JsonValue]) -> list[str]:
                 generator.seed(one["seed"])
             else:
                 generator.restore(one)
-        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
             raise CorruptCheckpointError(f"the state of the random number generator '{name}' can't be restored: {error}") from error
     return left
 
@@ -128,8 +132,10 @@ def _capture_numpy() -> JsonValue:
 
 
 def _restore_numpy(state: JsonValue) -> None:
-    kind, keys, *rest = state
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    kind, keys, position, *rest = state
+    if position not in range(_NUMPY_WORDS + 1):  # numpy would read beyond its words
+        raise ValueError(f"it stands at word {position!r:.20}, and has {_NUMPY_WORDS}")
+    np.random.set_state((kind, np.array(keys, np.uint32), position, *rest))
 
 
 def _paddle_generator(generator: Any, device: int) -> _Generator:
@@ -140,6 +146,9 @@ def _paddle_generator(generator: Any, device: int) -> _Generator:
 
     def restore(state: JsonValue) -> None:
         seed, offset, engine = state
+        words = [int(word) for word in engine.split(" ")]
+        if len(words) != _PADDLE_WORDS + 1 or words[-1] not in range(_PADDLE_WORDS + 1):  # C++ would read beyond its words
+            raise ValueError(f"an engine of {len(words) - 1} words stands at word {words[-1]}, and has {_PADDLE_WORDS}")
         kind: Any = type(generator.get_state())
         restored = kind.__new__(kind)
         restored.__setstate__((device, seed, offset, list(engine.encode())))

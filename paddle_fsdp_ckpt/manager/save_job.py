@@ -29,13 +29,14 @@ class SaveJob:
         step: its number.
         prepared: the save.
         metrics: those of the step.
-        contents: what this rank's file is to hold; None for the live tensors.
         rendezvous: the ranks, over a connection that no other thread uses.
         policies: which steps to keep.
         known: the steps that the root held before.
         foreign: those of another history, which go once this one is there.
         on_event: the user's hook.
         started: when the call came, by ``time.monotonic``.
+        contents: what this rank's file is to hold; None for the live tensors.
+        failure: why there are no contents although there should be: all ranks raise it.
         blocked_seconds: how long the caller waited; None where it waits for all of this.
     """
 
@@ -43,14 +44,15 @@ class SaveJob:
     step: int
     prepared: PreparedSave
     metrics: dict[str, float]
-    contents: Contents | None
     rendezvous: Rendezvous
     policies: Sequence[Retention]
     known: Sequence[SavedStep]
     foreign: frozenset[int]
     on_event: Callable[[CheckpointEvent], None] | None
     started: float
-    blocked_seconds: float | None
+    contents: Contents | None = None
+    failure: BaseException | None = None
+    blocked_seconds: float | None = None
 
     def run(self) -> Root:
         """Write, commit, remove what nothing keeps, and tell; return what the root holds then.
@@ -59,6 +61,8 @@ class SaveJob:
             CheckpointError: on all ranks, where any could not write; nothing was removed.
         """
         timeout = self.prepared.timeout_seconds
+        if self.blocked_seconds is not None:
+            exchange(self.rendezvous, f"{self.prepared.token}/copied", self._check_copied, lambda _: None, timeout)
         nbytes = commit_save(self.prepared, self.contents, self.rendezvous, is_watched=self.blocked_seconds is None)
         verdict = exchange(self.rendezvous, f"{self.prepared.token}/keep", lambda: None, lambda _: self._remove(), timeout)
         root = Root.from_json(verdict["root"])
@@ -71,6 +75,10 @@ class SaveJob:
         if self.blocked_seconds is not None:
             let_all_hear(self.rendezvous, f"{self.prepared.token}/heard", timeout)
         return root
+
+    def _check_copied(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def _remove(self) -> JsonValue:
         """Take the steps that nothing keeps out of the root; what fails is logged, and is tried again after the next save."""

@@ -5,7 +5,6 @@ Only the coordinator looks into a root or changes it: shared file systems show o
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ from pathlib import Path
 from ..errors import CheckpointError, listing
 from ..storage.agreement import COORDINATOR
 from ..storage.commit import heal_target
-from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
+from ..storage.format import MANIFEST_NAME, JsonValue, parse_json, parse_left_over
 from ..storage.index import read_manifest
 from ..storage.reserved_keys import METRICS_KEY, read_bytes
 
@@ -186,11 +185,18 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     try:
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
-        values = json.loads(encoded.get(METRICS_KEY, b"{}"))
+        values = _metrics_of(encoded.get(METRICS_KEY, b"{}"))
     except (CheckpointError, OSError, ValueError):
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
         return SavedStep(number)
     return SavedStep(number, datetime.fromisoformat(manifest.created), values)
+
+
+def _metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
+    values = parse_json(bytes(encoded).decode(), allow_nan=True)
+    if not isinstance(values, dict) or not all(type(value) is float for value in values.values()):
+        raise ValueError("these are no metrics")
+    return values
 
 
 def names_of(steps: Sequence[int]) -> str:

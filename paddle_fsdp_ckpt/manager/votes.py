@@ -10,6 +10,9 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointError, RankFailedError
+from ..storage.agreement import COORDINATOR
+from ..storage.format import JsonValue
+from .arguments import positive_number, whole_number
 
 _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.01
@@ -26,6 +29,15 @@ class Counter(Protocol):
 
     def count(self, key: str, amount: int) -> int:
         """Add to the number under ``key``, 0 at first, and return the sum."""
+        ...
+
+
+class RankCounter(Counter, Protocol):
+    """The same, for one that knows its rank."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 on."""
         ...
 
 
@@ -127,3 +139,72 @@ class Clock:
     def restart(self) -> None:
         """Count from now on."""
         self._since = self._now()
+
+
+class Schedule:
+    """When a run saves and stops, alike on all ranks.
+
+    Attributes:
+        should_stop: whether a stop signal came on any rank, as of the last :meth:`is_due`.
+    """
+
+    def __init__(
+        self,
+        counter: RankCounter,
+        token: str,
+        timeout_seconds: float,
+        *,
+        every_steps: int | None,
+        every_minutes: float | None,
+        save_signals: Sequence[int],
+        stop_signals: Sequence[int],
+    ) -> None:
+        """Begin to listen to signals, and to count the time.
+
+        Args:
+            counter: what the ranks count with.
+            token: unique in the life of the job, the same on all ranks.
+            timeout_seconds: how long a rank waits for the others.
+            every_steps: see :class:`~.manager.CheckpointManager` for this and the following.
+            every_minutes: see there.
+            save_signals: see there.
+            stop_signals: see there.
+
+        Raises:
+            CheckpointError: one of them is not what it must be.
+        """
+        self.should_stop = False
+        self._every_steps = None if every_steps is None else whole_number(every_steps, "save_every_steps", 1)
+        self._every_minutes = None if every_minutes is None else positive_number(every_minutes, "save_every_minutes")
+        self._is_first = counter.rank == COORDINATOR
+        self._clock = Clock(self._every_minutes)
+        self._ballot = Ballot(counter, token, timeout_seconds)
+        self._save_signals, self._stop_signals = tuple(save_signals), tuple(stop_signals)
+        self._signals = Signals([*save_signals, *stop_signals])
+
+    def described(self) -> tuple[JsonValue, JsonValue]:
+        """Return the steps and minutes, and the signals, which must be the same on all ranks."""
+        signals = [sorted(map(int, numbers)) for numbers in (self._save_signals, self._stop_signals)]
+        return [self._every_steps, self._every_minutes], signals
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time to save a step. With minutes or signals ranks wait for each other here.
+
+        Raises:
+            RankFailedError: some rank did not call it in time.
+        """
+        due = self._every_steps is not None and step % self._every_steps == 0
+        if self._every_minutes is None and not self._save_signals and not self._stop_signals:
+            return due
+        save = self._signals.take(self._save_signals) or (self._is_first and self._clock.is_due())
+        verdict = self._ballot.vote(save=save, stop=self._signals.take(self._stop_signals) or self.should_stop)
+        self.should_stop = verdict.stop > 0
+        return due or verdict.save > 0 or verdict.stop > 0
+
+    def saved(self) -> None:
+        """Count the minutes from now on."""
+        self._clock.restart()
+
+    def close(self) -> None:
+        """Let signals do what they did before."""
+        self._signals.close()

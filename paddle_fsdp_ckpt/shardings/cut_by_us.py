@@ -14,7 +14,7 @@ from ..division import written_range
 from ..errors import ShardingError, listing
 from ..fsdp import Communicator, KnownSums, ParameterShard, Runtime, elementwise, named_buffers, replicated
 from ..layout import Range
-from ..optim import OptimizerState, StateKind, SteppedParameter, check_bound, entry_of, optimizer_shards
+from ..optim import OptimizerState, StateKind, SteppedParameter, bound_optimizers, check_bound, entry_of, optimizer_shards
 from .sharding import FlatShard, LiveTables, Sharding, stacked
 
 
@@ -33,6 +33,10 @@ class CutByUs(Sharding):
     def communicator(self) -> Communicator:
         """The runtime's own."""
         return self.runtime.communicator
+
+    def bound_optimizers(self) -> list[Any]:
+        """Return those that are bound to the runtime."""
+        return bound_optimizers(self.runtime)
 
     @property
     def known_sums(self) -> KnownSums:

@@ -142,6 +142,10 @@ class Sharding(ABC):
         """Return this rank's shard of each flat buffer, in the same order on every rank; none where nothing is cut."""
         return []
 
+    def bound_optimizers(self) -> list[Any]:
+        """Return the optimizers that are known to step what is cut, given or not; none where nobody knows."""
+        return []
+
     @property
     def known_sums(self) -> KnownSums | None:
         """What is remembered of checksums of the parameters; None where nobody counts their changes."""

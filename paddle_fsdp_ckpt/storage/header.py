@@ -28,13 +28,20 @@ from typing import NamedTuple, TypeAlias
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
 from ..layout import Range
 from ..pieces import Piece, check_piece
-from .format import DTYPE_CODES, DTYPE_NAMES, DTYPE_NBYTES, FORMAT_VERSION, JsonValue, check_format_version, cut_text, parse_json
+from .format import (
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    DTYPE_NBYTES,
+    FORMAT_VERSION,
+    MAX_HEADER_NBYTES,
+    JsonValue,
+    check_format_version,
+    cut_text,
+    parse_json,
+)
 
 LENGTH_NBYTES = 8
 """Bytes of the header's length, at the start of the file."""
-
-MAX_HEADER_NBYTES = 100_000_000
-"""The largest header that safetensors reads, and so the largest that we write or read."""
 
 METADATA_KEY = "__metadata__"
 _VERSION_KEY = "paddle_fsdp_ckpt.format_version"

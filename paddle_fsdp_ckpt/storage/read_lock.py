@@ -28,7 +28,8 @@ def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
 
     Where that can't be, the block runs all the same: whoever reads a checkpoint that is gone hears so.
     """
-    with _locked(Path(directory), fcntl.LOCK_SH, os.O_RDONLY):
+    # ~ as load understands it.
+    with _locked(Path(os.path.expanduser(directory)), fcntl.LOCK_SH, os.O_RDONLY):
         yield
 
 

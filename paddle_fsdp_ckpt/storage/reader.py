@@ -224,6 +224,9 @@ def _read_chunks(
                 for nbytes in done:
                     if on_read is not None:
                         on_read(nbytes)
+    except OSError as error:  # a read doesn't say of what
+        error.filename = error.filename or str(index.path / index.files[file].name)
+        raise
     finally:
         os.close(descriptor)
 

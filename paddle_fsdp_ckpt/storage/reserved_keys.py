@@ -99,11 +99,12 @@ def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -
     there = [key for key in keys if key in index]
     if not there:
         return {}
-    values = {key: bytearray(math.prod(index.global_shape(key))) for key in there}
-    plan = plan_read(index, [bytes_piece(key, len(values[key])) for key in there], ())
-    if plan.problems:
+    sizes = {key: math.prod(index.global_shape(key)) for key in there}
+    plan = plan_read(index, [bytes_piece(key, size) for key, size in sizes.items()], ())
+    if plan.problems or max(sizes.values()) > record.size:  # before so much memory is taken
         raise CorruptCheckpointError(
             f"'{path / record.name}' holds something else than bytes under {listing(there)}; load another checkpoint"
         )
+    values = {key: bytearray(size) for key, size in sizes.items()}
     execute_read(plan, [memoryview(values[key]) for key in there], UNCHANGED)
     return values

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError
 from .buffers import read_all
-from .digests import CHUNK_NBYTES, chunk, chunks_of, digest
+from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .format import DTYPE_NBYTES, FileRecord, Manifest
 from .header import LENGTH_NBYTES, Entry, decode_header, header_nbytes
 from .index import CheckpointIndex, Stored, open_inside, read_damaged_manifest, read_manifest
@@ -172,16 +172,23 @@ def _check_chunks(path: Path, record: FileRecord, numbers: range) -> list[tuple[
     scratch = memoryview(bytearray(CHUNK_NBYTES))
     try:
         for number in numbers:
-            _, start, stop = chunk(number, record.size, record.header_nbytes)
-            buffer = scratch[: stop - start] if stop - start <= CHUNK_NBYTES else memoryview(bytearray(stop - start))
             try:
-                if read_all(descriptor, [buffer], start) < stop - start or digest(buffer) != record.digest(number):
+                if _digest_of(descriptor, chunk(number, record.size, record.header_nbytes), scratch) != record.digest(number):
                     found.append((number, None))
             except OSError as error:
                 found.append((number, describe_error(error)))
     finally:
         os.close(descriptor)
     return found
+
+
+def _digest_of(descriptor: int, one: Chunk, scratch: memoryview) -> str:
+    """Return the digest of a chunk's bytes, of those that are there. A header is read in parts, as it may be long."""
+    state = new_digest()
+    for start in range(one.start, one.stop, len(scratch)):
+        part = scratch[: min(len(scratch), one.stop - start)]
+        state.update(part[: read_all(descriptor, [part], start)])
+    return state.hexdigest()
 
 
 def _with_entries(path: Path, one: FileSurvey) -> FileSurvey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,7 +140,8 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         finally:
             os.close(descriptor)
     except BaseException as error:
-        os.unlink(path)
+        with suppress(OSError):  # what failed first says more; the directory goes too
+            os.unlink(path)
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)
         raise

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 import stand_in_visualdl
 from harness import hybrid_groups, this_rank
 from paddle import nn
 from paddle.amp import grad_scaler
 from paddle.base import core
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+from paddle.distributed.launch.context.args_envs import parse_args
 from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
@@ -236,6 +238,43 @@ def save_conflicts(root: str) -> list[str]:
     return said
 
 
+def save_with_an_average(root: str) -> bool:
+    """Save a tensor of the user's own that a rank has whole; tell whether its values were compared with those of other ranks."""
+    from paddle_fsdp_ckpt import save_comparison
+
+    model, optimizer = build()
+    compared = []
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(root) as checkpoints:
+        patch.setattr(save_comparison, "digest", lambda data: compared.append(len(data)) or "")
+        whole = ShardedWeight("average", paddle.ones([5]), (5,), (5,), (0,))
+        checkpoints.save(1, model=model, optimizer=optimizer, sharded={"average": whole})
+    return 20 in compared
+
+
+def restore_parts(root: str) -> list[tuple[int | None, bool, bool, list[str]]]:
+    """Restore some parts of a step over values that were changed; tell whether weights, and states, are those that were saved then."""
+    model, optimizer = build()
+    for _ in range(2):
+        train_step(model, optimizer)
+
+    def values() -> tuple[list[np.ndarray], list[np.ndarray]]:
+        dicts = ckpt.sharded_state_dict(model), ckpt.optimizer_sharded_state_dict(optimizer)
+        weights, states = ([one.local_tensor.numpy().copy() for _, one in sorted(parts.items())] for parts in dicts)
+        return weights, states
+
+    found = []
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        saved = values()
+        for options in ({"optimizer": optimizer, "parts": {"model"}}, {}, {"optimizer": optimizer, "parts": ["optimizer"]}):
+            train_step(model, optimizer)
+            step = checkpoints.restore(model=model, **options)
+            equal = [all(map(np.array_equal, now, then)) for now, then in zip(values(), saved, strict=True)]
+            assert checkpoints.restored is not None
+            found.append((step, *equal, checkpoints.restored.load.parts))
+    return found
+
+
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(paddle.rand([1]).item())
 
@@ -373,8 +412,8 @@ def resume_otherwise(root: str) -> list[str]:
     return heard
 
 
-def fail_in_background(root: str) -> tuple[str, list[int]]:
-    """A save whose target can't be made: the error comes at wait(), once."""
+def fail_in_background(root: str, call: str) -> tuple[str, list[int]]:
+    """A save whose target can't be made: the error comes at the next call, once."""
     model, optimizer = build(seed=3)
     checkpoints = CheckpointManager(root, async_save=True)
     if this_rank().rank == 0:
@@ -382,7 +421,7 @@ def fail_in_background(root: str) -> tuple[str, list[int]]:
     dist.barrier()
     checkpoints.save(1, model=model, optimizer=optimizer)
     try:
-        checkpoints.wait()
+        getattr(checkpoints, call)(**({"model": model} if call == "restore" else {}))
     except ckpt.CheckpointError as error:
         text = str(error)
     else:
@@ -421,9 +460,18 @@ def vote_while_signalled(root: str, times: int) -> int:
     return saves
 
 
-def vote_by_time(root: str) -> list[bool]:
-    with CheckpointManager(root, save_every_minutes=1e-9) as checkpoints:
-        return [checkpoints.should_save(step) for step in range(3)]
+def vote_by_time(root: str, late: int) -> list[bool]:
+    """Ask at three steps: at the second, the minutes are over by one rank's clock; before the third it is saved."""
+    model, optimizer = build()
+    said = []
+    with CheckpointManager(root, save_every_minutes=60) as checkpoints:
+        said.append(checkpoints.should_save(1))
+        if this_rank().rank == late:
+            checkpoints._schedule._clock._since -= 3600.0
+        said.append(checkpoints.should_save(2))
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        said.append(checkpoints.should_save(3))
+    return said
 
 
 def count_votes(root: str, times: int) -> list[int]:
@@ -436,21 +484,41 @@ def count_votes(root: str, times: int) -> list[int]:
         return due
 
 
-def events_of(root: str) -> list[str]:
-    """The hook's events of two saves and a restore; the second call of the hook fails, which stops nothing."""
+def events_of(root: str) -> tuple[list[str], list[str]]:
+    """The hook's events of two saves and a restore, and what was logged; the second call of the hook fails, which stops nothing."""
     model, optimizer = build()
     seen = []
+    logged = Lines()
+    log = logging.getLogger("paddle_fsdp_ckpt")
 
     def hook(event: Any) -> None:
         seen.append(f"{event.kind} {event.step}")
         if len(seen) == 2:
             raise ValueError("no such board")
 
-    with CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
-        checkpoints.restore(model=model, optimizer=optimizer)
-    return seen
+    level = log.level
+    log.addHandler(logged)
+    log.setLevel(logging.INFO)
+    try:
+        with CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
+            checkpoints.restore(model=model, optimizer=optimizer)
+    finally:
+        log.removeHandler(logged)
+        log.setLevel(level)
+    return seen, logged.lines
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def run_example(script: str, root: str, log: str) -> None:
@@ -459,7 +527,11 @@ def run_example(script: str, root: str, log: str) -> None:
     sys.modules["visualdl"] = stand_in_visualdl
     try:
         for steps in ("20", "30"):
-            sys.argv = [script, "--root", root, "--log", log, "--steps", steps]
+            command = [script, "--root", root, "--board", log, "--steps", steps]
+            sys.argv = ["launch", *command]
+            launched, _ = parse_args()  # which takes an option for its own where that begins alike
+            assert [launched.training_script, *launched.training_script_args] == command
+            sys.argv = command
             runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv = kept
@@ -640,32 +712,37 @@ def die_in_background(root: str, dying: int) -> tuple[str, str, float]:
     raise AssertionError("it did not raise")
 
 
-def full_disk_in_background(root: str, failing: int) -> tuple[str, list[int], list[int]]:
-    """One rank's disk is full for one save in the background: all hear of it, and the next save succeeds."""
+def fail_once_in_background(root: str, failing: int, what: str) -> tuple[str, list[int], list[int], float]:
+    """One rank can't copy, or write, one save in the background: all hear of it at the next call, and the save after succeeds."""
     from paddle_fsdp_ckpt import saving as module
 
     model, optimizer = build()
-    original = module.write_rank_file
+    patch = pytest.MonkeyPatch()
 
-    def fail(path: Path, *_: Any) -> Any:
+    def write(path: Path, *_: Any) -> Any:
         raise OSError(28, "No space left on device", str(path))
+
+    def copy(*_: Any) -> Any:
+        raise MemoryError("Unable to allocate 80.0 GiB")
 
     with CheckpointManager(root, async_save=True) as checkpoints:
         checkpoints.save(1, model=model, optimizer=optimizer)
         checkpoints.wait()
         if this_rank().rank == failing:
-            module.write_rank_file = fail
+            patch.setattr(*((module, "write_rank_file", write) if what == "write" else (checkpoints._buffer, "copy", copy)))
+        started = time.monotonic()
         checkpoints.save(2, model=model, optimizer=optimizer)
         try:
             checkpoints.save(3, model=model, optimizer=optimizer)
         except ckpt.CheckpointError as error:
             text = str(error)
         finally:
-            module.write_rank_file = original
+            patch.undo()
+        seconds = time.monotonic() - started
         steps = checkpoints.all_steps()
         checkpoints.save(3, model=model, optimizer=optimizer)
         checkpoints.wait()
-        return text, steps, checkpoints.all_steps()
+        return text, steps, checkpoints.all_steps(), seconds
 
 
 def remove_while_read(root: str) -> tuple[list[bool], list[int], list[int]]:

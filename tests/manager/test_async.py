@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import manager_cases as cases
 import pytest
 from harness import RankPool
+
+from paddle_fsdp_ckpt.manager.background import Worker
 
 Ranks = Callable[[int], RankPool]
 
@@ -40,8 +43,9 @@ def test_one_save_at_a_time(when_busy: str, tmp_path: Path, ranks: Ranks) -> Non
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl"] + [f"step_{step:08d}" for step in steps]
 
 
-def test_a_failure_comes_at_wait_and_once(tmp_path: Path, ranks: Ranks) -> None:
-    for text, steps in ranks(2).run(cases.fail_in_background, str(tmp_path / "root")):
+@pytest.mark.parametrize("call", ["wait", "restore", "close"])
+def test_a_failure_comes_at_the_next_call_and_once(call: str, tmp_path: Path, ranks: Ranks) -> None:
+    for text, steps in ranks(2).run(cases.fail_in_background, str(tmp_path / "root"), call):
         assert "root" in text
         assert steps == []
 
@@ -50,13 +54,28 @@ def test_a_second_save_is_refused_while_one_is_held_up(tmp_path: Path, ranks: Ra
     assert ranks(2).run(cases.save_while_held_up, str(tmp_path / "root")) == [("CheckpointError", [1])] * 2
 
 
+@pytest.mark.parametrize(("what", "why"), [("copy", "MemoryError: Unable to allocate"), ("write", "No space left on device")])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_is_heard_by_all_at_the_next_call(failing: int, tmp_path: Path, ranks: Ranks) -> None:
-    for text, steps, later in ranks(2).run(cases.full_disk_in_background, str(tmp_path / "root"), failing):
+def test_a_failure_of_one_rank_is_heard_by_all_at_the_next_call(failing: int, what: str, why: str, tmp_path: Path, ranks: Ranks) -> None:
+    for text, steps, later, seconds in ranks(2).run(cases.fail_once_in_background, str(tmp_path / "root"), failing, what):
         assert f"rank {failing} failed" in text
-        assert "No space left on device" in text
+        assert why in text
         assert (steps, later) == ([1], [1, 3])
+        assert seconds < 30, "nobody waits for a time-out"
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl", "step_00000001", "step_00000003"]
+
+
+def test_a_save_is_written_where_there_can_be_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    worker = Worker()
+    worker.start(lambda: done.append(1))
+    assert done == [1]
+    assert not worker.is_busy
+    worker.wait()
 
 
 def test_a_rank_killed_while_it_writes_is_named_in_time(tmp_path: Path, fresh_ranks: Ranks) -> None:

@@ -118,6 +118,8 @@ def test_damage_is_found_or_harmless(tree: Any, data: st.DataObject) -> None:
         '{"@array": ["paddle", "no such", [1], 0]}',
         '{"@array": ["paddle", "float32", [1000000000000], 0]}',
         '{"@array": ["pickle", "<f8", [1], 0]}',
+        '{"@array": ["numpy", "<f8", [1], 9223372036854775808]}',
+        f'{{"@array": ["paddle", "float32", {[0] * 100}, 0]}}',
         '{"@array": 3}',
         '{"@dict": [1]}',
         '{"a": 1, "a": 2}',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,16 @@ def test_ranks_that_give_one_key_different_values_are_heard_of_at_the_save(tmp_p
     assert [path.name for path in sorted((tmp_path / "root").iterdir())] == ["history.jsonl", "step_00000003"]
 
 
+def test_parts_of_a_step_are_restored(tmp_path: Path, ranks: Ranks) -> None:
+    right = [(2, True, False, ["model"]), (2, True, False, ["model"]), (2, False, True, ["optimizer"])]
+    assert ranks(2).run(cases.restore_parts, str(tmp_path / "root")) == [right] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_are_digested_only_where_there_is_another_rank_to_compare_with(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(world_size).run(cases.save_with_an_average, str(tmp_path / "root")) == [world_size > 1] * world_size
+
+
 def test_random_numbers_go_on(tmp_path: Path, ranks: Ranks) -> None:
     for alike in (False, True):
         root = str(tmp_path / f"root {alike}")
@@ -287,7 +298,15 @@ def test_the_visualdl_example(tmp_path: Path, ranks: Ranks) -> None:
 
 def test_history_and_hook(tmp_path: Path, ranks: Ranks) -> None:
     seen = on(ranks(2), cases.events_of, str(tmp_path / "root"))
-    assert seen == [["save 1", "save 2", "restore 2"], []]
+    (first, logged), second = seen
+    assert first == ["save 1", "save 2", "restore 2"]
+    assert second == ([], []), "only rank 0 tells"
+    one, two, failed, restored = logged
+    took = r"0\.0 MB in \d+\.\d\d s \(\d+ MB/s\), training blocked for \d+\.\d\d s"
+    assert re.fullmatch(f"saved step 1: {took}; kept 1 step", one)
+    assert re.fullmatch(f"saved step 2: {took}; kept 1 step, removed step_00000001", two)
+    assert failed == "on_event failed, and training goes on"
+    assert re.fullmatch(r"restored step 2 in \d+\.\d\d s", restored)
     lines = [json.loads(line) for line in (tmp_path / "root" / "history.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"], line["removed"], line["steps"]) for line in lines] == [
         ("save", 1, [], [1]),

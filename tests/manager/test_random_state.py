@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import paddle
@@ -108,3 +110,24 @@ def test_what_was_not_saved_is_said() -> None:
 def test_nonsense_is_refused(name: str, state: object) -> None:
     with pytest.raises(CorruptCheckpointError, match=f"generator '{name}' can't be restored"):
         restore_random_state(capture_random_state() | {name: state})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("python", lambda state: [state[0], [-1] * 625, None]),
+        ("numpy", lambda state: [state[0], [2**70] * 624, *state[2:]]),
+        ("numpy", lambda state: [*state[:2], 625, *state[3:]]),
+        ("numpy", lambda state: [*state[:2], -1, *state[3:]]),
+        ("paddle cpu", lambda state: [*state[:2], 5]),
+        ("paddle cpu", lambda state: [*state[:2], "1 2 3"]),
+        ("paddle cpu", lambda state: [*state[:2], state[2].rpartition(" ")[0] + " 313"]),
+        ("paddle cpu", lambda state: [*state[:2], state[2].replace("1", "x")]),
+    ],
+)
+def test_crafted_states_are_refused(name: str, change: Callable[[Any], object]) -> None:
+    """Those with a place beyond the words would be read beyond their memory."""
+    saved = capture_random_state()
+    with pytest.raises(CorruptCheckpointError, match=f"generator '{name}' can't be restored"):
+        restore_random_state(saved | {name: change(saved[name])})
+    assert capture_random_state()[name][:2] == saved[name][:2]

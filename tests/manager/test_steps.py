@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.errors import CheckpointError
-from paddle_fsdp_ckpt.manager.steps import Root, clear_left_overs, hide_step, parse_step, read_root, step_name
-from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
+from paddle_fsdp_ckpt.manager.retention import KeepBest, steps_to_remove
+from paddle_fsdp_ckpt.manager.steps import Root, SavedStep, clear_left_overs, hide_step, parse_step, read_root, step_name
+from paddle_fsdp_ckpt.storage.format import Manifest, replaced_name, staging_name, utc_now
+from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY, bytes_piece
+from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 NONCE = "0123456789abcdef"
 
@@ -56,6 +59,20 @@ def test_what_is_there_is_sorted_and_the_rest_explained(tmp_path: Path) -> None:
         "step_00000009": "not made by this manager: it is no directory of its own",
     }
     assert Root.from_json(root.to_json()) == root
+
+
+@pytest.mark.parametrize(
+    ("encoded", "metrics"),
+    [(b'{"loss": 1.5, "f1": NaN}', ["loss", "f1"]), (b"[1.5]", []), (b'{"loss": "low"}', []), (b'{"loss": 1}', []), (b"[" * 100_000, [])],
+)
+def test_metrics_that_nobody_could_have_given_are_none(tmp_path: Path, encoded: bytes, metrics: list[str]) -> None:
+    path = tmp_path / "step_00000007"
+    path.mkdir()
+    record = write_rank_file(path / "0_0.safetensors", [(bytes_piece(METRICS_KEY, len(encoded)), memoryview(encoded))])
+    (path / "manifest.json").write_text(Manifest(7, 1, utc_now(), {"paddle": "3.3.1"}, [], None, (record,)).to_json())
+    (found,) = read_root(tmp_path, metrics=True).steps
+    assert (found.step, list(found.metrics)) == (7, metrics)
+    assert steps_to_remove([KeepBest("loss")], [found, SavedStep(8)]) == ([] if metrics else [7])
 
 
 def test_a_missing_root_is_empty_and_a_file_is_none(tmp_path: Path) -> None:

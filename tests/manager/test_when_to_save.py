@@ -25,8 +25,9 @@ def test_signals_work_on_one_rank(tmp_path: Path, single: RankPool) -> None:
     assert single.run(cases.vote_by_signal, str(tmp_path / "root"), 0, 6, 50) == [([2, 4, 6], 6)]
 
 
-def test_the_clock_of_rank_0_counts(tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(2).run(cases.vote_by_time, str(tmp_path / "root")) == [[True] * 3] * 2
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_clock_of_rank_0_counts(late: int, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(cases.vote_by_time, str(tmp_path / "root"), late) == [[False, late == 0, False]] * 2
 
 
 def test_many_votes_agree(tmp_path: Path, ranks: Ranks) -> None:

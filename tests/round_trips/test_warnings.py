@@ -48,6 +48,38 @@ def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks) -> None:
         assert len(messages) == 1
 
 
+def save_without_the_optimizer(folder: str) -> list[list[str]]:
+    """Save twice at one line, in each of some ways, and return what Python says of it as it does unless told otherwise, and where."""
+    model, optimizer = build("tied", "sgd")
+    checkpoints = ckpt.CheckpointManager(f"{folder}/managed")
+    ways: list[Callable[[int], None]] = [
+        lambda number: ckpt.save(f"{folder}/{number}", model=model),
+        lambda number: checkpoints.save(number, model=model),
+        lambda number: ckpt.save(f"{folder}/{number}", model={"one": model}),
+        lambda number: ckpt.save(f"{folder}/{number}", model=model, optimizer=[]),
+        lambda number: ckpt.save(f"{folder}/{number}", model=model, optimizer=optimizer),
+        lambda number: checkpoints.save(number, model=model, optimizer=()),
+    ]
+    said = []
+    for way, save in enumerate(ways):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for again in range(2):
+                save(2 * way + again)
+        said.append([f"{Path(one.filename).name}: {one.message}" for one in caught])
+    checkpoints.close()
+    return said
+
+
+def test_an_optimizer_that_is_left_out_is_said_once_unless_it_is_meant(tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2).run(save_without_the_optimizer, str(tmp_path))
+    assert second == [[]] * 6
+    for (message,) in first[:3]:
+        assert message.startswith("test_warnings.py: save: SGD is bound to the model and was not given")
+        assert "optimizer=[] where that is meant" in message
+    assert first[3:] == [[]] * 3
+
+
 def save_what_nobody_sharded(path: str) -> str:
     model = paddle.nn.Linear(3, 3)
     model.weight.set_value(paddle.full([3, 3], 1.0 + this_rank().rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import resource
 import shutil
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import cut, make_manifest, reseal, write_checkpoint
+from checkpoints import cut, edit_manifest, make_manifest, reseal, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +91,18 @@ def test_a_nasty_file_is_refused_with_a_clear_error(tmp_path: Path, file: Path, 
     assert main(["verify", str(path)]) in (1, 2)
     assert time.monotonic() - start < SECONDS
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("header", [1 << 34, 99 << 20])
+def test_a_header_as_large_as_its_sparse_file(tmp_path: Path, header: int) -> None:
+    path = write_checkpoint(tmp_path / "step", [[cut("w", WHOLE)]])
+    os.truncate(path / "0_0.safetensors", header)
+    edit_manifest(path, lambda fields: fields["files"][0].update(size=header, header_nbytes=header, digests="0" * 16))
+    start = time.monotonic()
+    with pytest.raises(CheckpointError):
+        read_everything(path)
+    assert verify(path).findings
+    assert time.monotonic() - start < SECONDS
 
 
 ODD = st.one_of(

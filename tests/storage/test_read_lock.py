@@ -95,6 +95,12 @@ def test_readers_hold_it(checkpoint: Path, tmp_path: Path, read: Callable[..., A
     assert may_remove(checkpoint)
 
 
+def test_a_path_may_begin_at_the_home_directory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    with reading(f"~/{checkpoint.name}"):
+        assert not may_remove(checkpoint)
+
+
 def test_nothing_is_needed_of_the_directory(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest that may not be written, a directory without one, and a file system without locks."""
     opened = os.open

@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -244,14 +244,14 @@ def test_a_failed_write_leaves_no_file_and_no_open_descriptor(
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_process_that_makes_no_more_threads_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+def test_what_failed_first_is_said_where_the_file_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(number: int) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
 
-    values = np.arange(1 << 19, dtype=np.float32)
-    piece = Piece("w", "float32", values.shape, (0,), values.shape)
-    right = write_rank_file(tmp_path / "0_0.safetensors", [(piece, values.data)])
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    record = write_rank_file(tmp_path / "1_0.safetensors", [(piece, values.data)])
-    assert record.digests == right.digests
-    assert (tmp_path / "1_0.safetensors").read_bytes() == (tmp_path / "0_0.safetensors").read_bytes()
+        return call
+
+    monkeypatch.setattr(os, "fsync", fail(errno.ENOSPC))
+    monkeypatch.setattr(os, "unlink", fail(errno.EROFS))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_rank_file(tmp_path / "0_0.safetensors", [one("a", np.zeros(2))])

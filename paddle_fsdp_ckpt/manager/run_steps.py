@@ -1,0 +1,60 @@
+"""Which of the steps that a root holds are this run's, and which step it may save next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from ..errors import TargetExistsError
+from .steps import Root, names_of, step_name
+
+
+class RunSteps:
+    """The steps of one run. Each rank has one, and all know the same.
+
+    Attributes:
+        root: what the root held when it was looked at last.
+        foreign: steps in it of another history than this run's, to be removed once this run has a step of its own.
+        last: the step that was saved or restored last, or began to be saved; None before.
+    """
+
+    def __init__(self, where: Path, root: Root, *, overwrite: bool) -> None:
+        """Begin with what a root holds; with ``overwrite`` all of it is foreign."""
+        self._where = where
+        self.root = root
+        self.foreign = set(root.numbers) if overwrite else set()
+        self.last: int | None = None
+        self._may_save = overwrite or not root.steps
+
+    def own(self) -> list[int]:
+        """Return the committed steps of this run in ascending order."""
+        return [step for step in self.root.numbers if step not in self.foreign]
+
+    def check_next(self, step: int) -> None:
+        """Raise unless this run may save a step.
+
+        Raises:
+            TargetExistsError: the root holds steps that it did not resume, or a later one, or the step itself.
+        """
+        own = self.own()
+        if not self._may_save:
+            raise TargetExistsError(
+                f"'{self._where}' holds {names_of(own)} of an earlier run; nothing was saved. Go on with restore(), choose "
+                "another root, or begin anew with CheckpointManager(root, overwrite=True), which removes them"
+            )
+        if own and step <= own[-1]:
+            raise TargetExistsError(
+                f"step {step} is not later than {step_name(own[-1])}, which '{self._where}' holds; nothing was saved. Steps are saved in "
+                "ascending order; a run that goes back says restore(step=..., discard_later=True)"
+            )
+
+    def restored(self, step: int, *, discard_later: bool, damaged: Collection[int]) -> None:
+        """Take note that the run goes on from a step: later ones are foreign if they are discarded, else those that are damaged."""
+        self.foreign |= {one for one in self.own() if one > step} if discard_later else set(damaged)
+        self._may_save = True
+        self.last = step
+
+    def saved(self, step: int, root: Root) -> None:
+        """Take over what the root holds after a save."""
+        self.root = root
+        self.foreign &= set(root.numbers) - {step}
