@@ -206,7 +206,7 @@ def prepare_save(
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"nothing was saved: {error}") from error
         if subjects.sharding.gradients_pending:
-            warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=5)
+            warnings.warn("save between backward and step: gradients are not saved; save after step() and clear_grad()", stacklevel=5)
         base: JsonValue = None
         if trainable_only:
             left_out.append(leave_out_base(subjects))

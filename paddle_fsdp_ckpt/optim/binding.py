@@ -309,6 +309,7 @@ class _Binding:
         self._check_before_step()
         for runtime in self._runtimes:
             runtime.begin_step(_rates(self._optimizer))
+            runtime.gradients_used()
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
