@@ -19,6 +19,9 @@ _LOG = logging.getLogger("paddle_fsdp_ckpt")
 _FIRST_WORD_SECONDS = 30.0
 """After how long a wait rank 0 says for whom it waits; it says so again after twice that, and so on."""
 
+_PATIENCE_SECONDS = 60.0
+"""How long ranks wait to hear that what they were given for it is no time."""
+
 _NO_ANSWER = "no answer within {:g} s; it was killed, hangs, is slower than that, or never made this call, which all ranks must make"
 
 COORDINATOR = 0
@@ -75,7 +78,13 @@ def exchange(
         RankFailedError: a part or the decision failed, or a rank did not answer in time; the message names every such rank. A
             rank whose own failure is another CheckpointError raises that instead.
     """
+    is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool) and timeout_seconds > 0
+    patience = timeout_seconds if is_number else _PATIENCE_SECONDS
     try:
+        if not is_number:
+            raise CheckpointError(
+                f"timeout_seconds is {timeout_seconds!r:.100}, not a number of seconds above 0; float('inf') waits for ever"
+            )
         part, failure = produce(), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         part, failure = None, error
@@ -86,11 +95,11 @@ def exchange(
             _tell(rendezvous, token, None, error)
         raise
     if rendezvous.rank == COORDINATOR:
-        result, text, decision_failure = _judge(rendezvous, token, part, failure, decide, timeout_seconds)
+        result, text, decision_failure = _judge(rendezvous, token, part, failure, decide, patience)
         failure = failure or decision_failure
     else:
         _tell(rendezvous, token, part, failure)
-        result, text = _hear(rendezvous, token, timeout_seconds)
+        result, text = _hear(rendezvous, token, patience)
     if text is None:
         return result
     if isinstance(failure, CheckpointError) and not isinstance(failure, RankFailedError):

@@ -314,7 +314,11 @@ def weights_changed_between_forward_and_backward() -> str:
         language_loss(Run(True), model, 0)
     except errors.ShardingError as error:
         return str(error)
+    assert paddle.is_grad_enabled()
+    for parameter in model.parameters():
+        parameter.clear_gradient(False)
     language_loss(Run(True), model, 0).backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
     return "trains on"
 
 
