@@ -218,6 +218,7 @@ class CheckpointManager:
             return [number, digest]
 
         self._meet("check", check, check_same_save)
+        step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._where / step_name(step),
             self._rendezvous,
@@ -314,6 +315,7 @@ class CheckpointManager:
 
         self._meet("check", check, check_same_restore)
         state = checked[0]
+        step = None if step is None else whole_number(step, "step", 0)
         restoring = Restoring(self._where, self._steps.root, self._rendezvous, self._next_token("restore"), self._timeout)
         report = restoring.restore(
             self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
