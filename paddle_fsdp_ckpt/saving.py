@@ -250,9 +250,9 @@ def prepare_save(
                 kept.sharded,
                 path=target,
                 step=manifest.step,
-                overwrite=overwrite,
+                overwrite=bool(overwrite),
                 extra_state=extra_state,
-                trainable_only=trainable_only,
+                trainable_only=bool(trainable_only),
             )
         return {"own": own, "base": base}
 

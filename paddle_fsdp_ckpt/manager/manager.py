@@ -311,7 +311,7 @@ class CheckpointManager:
 
         def check() -> JsonValue:
             checked.append(check_trainer_state(lr_scheduler, grad_scaler, sharded))
-            return [None if step is None else whole_number(step, "step", 0), fall_back, discard_later, random_state]
+            return [None if step is None else whole_number(step, "step", 0), bool(fall_back), bool(discard_later), bool(random_state)]
 
         self._meet("check", check, check_same_restore)
         state = checked[0]
