@@ -9,8 +9,9 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, Protocol
+
+import numpy as np
 
 from ..errors import CheckpointError, RankFailedError, listing
 from .format import JsonValue
@@ -111,7 +112,7 @@ def exchange(
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(value > 0)  # numpy's numbers too
+    return type(value) is not bool and isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
 
 
 def agree(rendezvous: Rendezvous, token: str, problem: str | None, timeout_seconds: float) -> None:
