@@ -154,15 +154,18 @@ def step_with_other_settings(kind: str) -> str:
         "clip": {"grad_clip": nn.ClipGradByGlobalNorm(1.0 + rank)},
         "group": {},
         "cleared": {},
+        "clip later": {},
     }[kind]
     held = [{"params": model.parameters(), "learning_rate": 1 + rank}] if kind == "group" else model.parameters()
     optimizer = paddle.optimizer.SGD(0.1, parameters=held, **settings)
     ckpt.fully_shard(model, optimizer=optimizer)
-    if kind == "cleared":
+    if kind in ("cleared", "clip later"):
         loss_of(model).backward()
         optimizer.step()
-        if rank == 0:
-            optimizer.clear_grad(set_to_zero=False)
+    if kind == "cleared" and rank == 0:
+        optimizer.clear_grad(set_to_zero=False)
+    if kind == "clip later":
+        optimizer._grad_clip = nn.ClipGradByGlobalNorm(1.0 + rank)
     loss_of(model).backward()
     with pytest.raises(ckpt.ShardingError) as caught:
         optimizer.step()
@@ -227,7 +230,7 @@ def test_what_is_refused(ranks: Ranks, world_size: int, kind: str) -> None:
         assert REFUSED[kind] in message
 
 
-@pytest.mark.parametrize("kind", ["weight_decay", "clip", "group", "cleared"])
+@pytest.mark.parametrize("kind", ["weight_decay", "clip", "group", "cleared", "clip later"])
 def test_ranks_with_other_settings_are_refused(ranks: Ranks, kind: str) -> None:
     for message in ranks(2).run(step_with_other_settings, kind):
         assert "between ranks" in message or "the ranks differ" in message
