@@ -6,6 +6,7 @@ Such a layer computes with ``weight + scaling * lora_A @ lora_B``; see ``LoRALin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Real
 
 from paddle import nn
 
@@ -20,7 +21,7 @@ def lora_scalings(model: nn.Layer) -> dict[str, float]:
     return {
         name: float(layer.scaling)
         for name, layer in _lora_layers(model)
-        if isinstance(getattr(layer, "scaling", None), (int, float)) and not _is_merged(layer)
+        if isinstance(getattr(layer, "scaling", None), Real) and not _is_merged(layer)
     }
 
 

@@ -19,6 +19,7 @@ from .storage.format import JsonValue
 from .subjects import Subjects
 
 _ARGUMENTS = ("path", "step", "overwrite", "trainable_only")
+_WRITTEN = "what set_value was given since the last step (use load_full_state_dict for what one rank has)"
 _PLAIN = "weights of a model that is not sharded (was fully_shard forgotten?)"
 
 
@@ -51,6 +52,7 @@ def describe_own(
         "extra_state": digest_of(json.dumps(extra_state, sort_keys=True)),
         "trainable_only": trainable_only,
         _PLAIN: _weights_digest(subjects),
+        _WRITTEN: subjects.sharding.written,
         "whole": {key: digest(bytes_of(weight.local_tensor)) for key, weight in sorted(sharded.items()) if is_whole(weight)},
         "buffers": {name: zlib.crc32(bytes_of(buffer)) for name, buffer in subjects.buffers},
         "replica": _replica(subjects),
@@ -71,7 +73,7 @@ def check_same_saving(ranks: Sequence[JsonValue]) -> None:
     Raises:
         RankFailedError: naming what differs.
     """
-    for what in ("path", "model and optimizers", "step", "overwrite", "extra_state", "trainable_only", _PLAIN):
+    for what in ("path", "model and optimizers", "step", "overwrite", "extra_state", "trainable_only", _PLAIN, _WRITTEN):
         check_same("save", what, [one[what] for one in ranks], "nothing was written", shown=what in _ARGUMENTS)
     _check_same_replicas([one["replica"] for one in ranks])
     _check_same_whole([one["whole"] for one in ranks])

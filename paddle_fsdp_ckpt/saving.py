@@ -16,6 +16,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .base_weights import LeftOut, leave_out_base
 from .errors import CheckpointError, RankFailedError, listing
+from .fsdp import dtype_name
 from .host_memory import bytes_of
 from .lora_layers import lora_scalings
 from .meeting import absolute_path, open_meeting
@@ -28,7 +29,7 @@ from .saved_run import describe_optimizer
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.flex import paddle_metadata, piece_of
-from .storage.format import PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
+from .storage.format import DTYPE_NBYTES, PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import CheckpointIndex, read_headers, without_garbage_collection
 from .storage.plan import Duplicate, check_complete
 from .storage.reader import differing_duplicates
@@ -205,8 +206,14 @@ def prepare_save(
             check_json(extra_state, "extra_state")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"nothing was saved: {error}") from error
+        strange = [f"{name} ({dtype_name(buffer)})" for name, buffer in subjects.buffers if dtype_name(buffer) not in DTYPE_NBYTES]
+        if strange:
+            raise CheckpointError(
+                f"buffers of dtypes that a checkpoint can't hold: {listing(strange)}; nothing was saved. Register what can be computed "
+                "anew with persistable=False, and of complex numbers keep paddle.as_real(...)"
+            )
         if subjects.sharding.gradients_pending:
-            warnings.warn("save between backward and step: gradients are not saved; save after the step", stacklevel=5)
+            warnings.warn("save between backward and step: gradients are not saved; save after step() and clear_grad()", stacklevel=5)
         base: JsonValue = None
         if trainable_only:
             left_out.append(leave_out_base(subjects))
@@ -243,9 +250,9 @@ def prepare_save(
                 kept.sharded,
                 path=target,
                 step=manifest.step,
-                overwrite=overwrite,
+                overwrite=bool(overwrite),
                 extra_state=extra_state,
-                trainable_only=trainable_only,
+                trainable_only=bool(trainable_only),
             )
         return {"own": own, "base": base}
 

@@ -70,6 +70,11 @@ class SeveralModels(Sharding):
         return any(sharding.gradients_pending for _, sharding in self.cut.values())
 
     @property
+    def written(self) -> int:
+        """Of all of them."""
+        return sum(sharding.written for _, sharding in self.cut.values())
+
+    @property
     def communicator(self) -> Communicator:
         """Over the ranks over which all of them are cut."""
         return next(sharding.communicator for _, sharding in self.cut.values())

@@ -18,8 +18,46 @@ from .tensors import tensors_in
 from .unit import Unit
 
 
-class WatchedParameters(dict[str, Any]):
+class WatchedDict(dict[str, Any]):
+    """What a layer holds by name. Nothing that has parameters may come or go, as the flat buffers, and the names in checkpoints, stay."""
+
+    _what: str
+
+    def _has_parameters(self, value: Any) -> bool:
+        raise NotImplementedError
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not self.get(name):
+            self._check_free_of_parameters(name, value)
+            self._check_free_of_parameters(name, self.get(name))
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._check_free_of_parameters(name, self.get(name))
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As that of a dict."""
+        self._check_free_of_parameters(name, self.get(name))
+        return super().pop(name, *default)
+
+    def clear(self) -> None:
+        """As that of a dict."""
+        for name in list(self):
+            del self[name]
+
+    def _check_free_of_parameters(self, name: str, value: Any) -> None:
+        if self._has_parameters(value):
+            raise ShardingError(
+                f"{self._what} '{name}' can't be added, replaced or removed after fully_shard; change the model first, as by "
+                "paddle_fsdp_ckpt.drop_submodules, then shard it"
+            )
+
+
+class WatchedParameters(WatchedDict):
     """A layer's parameters by name; looking one up while a forward or backward runs makes it whole, replacing one is refused."""
+
+    _what = "parameter"
 
     def __init__(self, runtime: Runtime, parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
@@ -35,19 +73,17 @@ class WatchedParameters(dict[str, Any]):
         """The parameters themselves, made whole as by a look-up: what iterating over an ``nn.ParameterList`` reads."""
         return (self[name] for name in self)
 
-    def __setitem__(self, name: str, parameter: EagerParamBase | None) -> None:
-        if parameter is not None and parameter is not self.get(name):
-            raise ShardingError(f"parameter '{name}' can't be added or replaced after fully_shard; change the model first, then shard it")
-        super().__setitem__(name, parameter)
+    def _has_parameters(self, value: Any) -> bool:
+        return isinstance(value, EagerParamBase)
 
 
-class WatchedLayers(dict[str, Any]):
-    """A layer's sub-layers by name; putting in one with parameters that are not sharded is refused, as it would train unreduced."""
+class WatchedLayers(WatchedDict):
+    """A layer's sub-layers by name."""
 
-    def __setitem__(self, name: str, layer: nn.Layer | None) -> None:
-        if layer is not None and not all(isinstance(one, ShardedParameter) for one in layer.parameters()):
-            raise ShardingError(f"layer '{name}' can't be added or replaced after fully_shard; change the model first, then shard it")
-        super().__setitem__(name, layer)
+    _what = "layer"
+
+    def _has_parameters(self, value: Any) -> bool:
+        return value is not None and bool(value.parameters())
 
 
 class ModelHooks:

@@ -34,6 +34,8 @@ class ParameterShard:
         index: its place among the model's parameters, the same on every rank.
         got_gradient: a gradient arrived on this rank and is not known to the other ranks yet.
         has_gradient: some rank got a gradient (which may have been set to zero since).
+        is_unused: a gradient arrived on this rank that no step has used.
+        is_left: a step has used its gradient, and nobody cleared it since.
         is_sentinel: its optimizer looks at the mark that stands for its gradient, see :meth:`is_mark_scaled`.
         changes: how often this rank's piece was, or may have been, written to.
     """
@@ -48,6 +50,8 @@ class ParameterShard:
         # Of zeros, as clear_grad() leaves them; others were refused.
         self.has_gradient = parameter.grad is not None
         parameter.clear_gradient(False)
+        self.is_unused = False
+        self.is_left = False
         self.is_sentinel = False
         self._is_marked = False
         self.changes = 0
@@ -161,6 +165,7 @@ class ParameterShard:
                 "give the whole value"
             )
         self.unit.release()
+        self.unit.runtime.note_written(self, tensor)
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
@@ -184,7 +189,8 @@ class ParameterShard:
             )
             return
         self.buffer.add_gradient(self.slot, gradient)
-        self.got_gradient = True
+        self.got_gradient = self.is_unused = True
+        self.unit.runtime.adds_to_left = self.unit.runtime.adds_to_left or self.is_left
         self._leave_mark(gradient)
 
     def _leave_mark(self, gradient: paddle.Tensor) -> None:
@@ -265,6 +271,7 @@ class ParameterShard:
     def clear_gradient(self, set_to_zero: bool) -> None:
         """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
         self.has_gradient = self.has_gradient and set_to_zero
+        self.is_unused = self.is_left = False
         if self.got_gradient:
             self.buffer.zero_pending(self.slot)
             self.got_gradient = set_to_zero
@@ -272,7 +279,7 @@ class ParameterShard:
 
     def reset_gradient(self, present: bool) -> None:
         """Let there be a gradient of zeros, or none, whatever there was; the same on every rank."""
-        self.got_gradient = False
+        self.got_gradient = self.is_unused = self.is_left = False
         self.has_gradient = present
         self.buffer.zero_pending(self.slot)
         self.buffer.note_zero(self)

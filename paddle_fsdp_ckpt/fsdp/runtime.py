@@ -47,6 +47,7 @@ class Runtime:
         communicator: the ranks that train the model.
         units: the model's units in a fixed order.
         gradients_pending: a backward ran whose gradients are not all reduced yet.
+        adds_to_left: a backward added to gradients that a step had used before, as where nobody clears them at each step.
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
@@ -58,6 +59,7 @@ class Runtime:
         self.communicator = communicator
         self.units: list[Unit] = []
         self.gradients_pending = False
+        self.adds_to_left = False
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.statistics: list[paddle.Tensor] = []
@@ -69,6 +71,7 @@ class Runtime:
         self._running_forwards = 0
         self._optimizers_stepping = 0
         self._journal = 0
+        self._written: dict[int, int] = {}
         self._lost_writes = LostWrites()
         self._gradient_marks: dict[int, paddle.Tensor] = {}
         self._failure: CheckpointError | None = None
@@ -88,6 +91,21 @@ class Runtime:
     def shards(self) -> list[ParameterShard]:
         """All parameters, in the order of their index."""
         return [shard for buffer in self.buffers for shard in buffer.shards]
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether this rank has gradients that a later step will use."""
+        return any(shard.is_unused or (shard.is_left and self.adds_to_left) for shard in self.shards)
+
+    def gradients_used(self) -> None:
+        """A step is about to use the gradients that there are."""
+        for shard in self.shards:
+            shard.is_unused, shard.is_left = False, shard.has_gradient
+
+    @property
+    def written(self) -> int:
+        """What stands for the values that ``set_value`` was last given since the last step, in whatever order; the same on every rank."""
+        return zlib.crc32(repr(sorted(self._written.items())).encode()) & 0xFFFFFF
 
     # Errors that Paddle would not let through where they are found.
 
@@ -322,6 +340,7 @@ class Runtime:
     def stepping(self, settings: object) -> Iterator[None]:
         """A bound optimizer steps inside the block; for ``settings`` see :meth:`begin_step`."""
         self.begin_step(settings)
+        self.gradients_used()
         self._optimizers_stepping += 1
         try:
             yield
@@ -342,12 +361,13 @@ class Runtime:
         frozen = bytes(shard.parameter.stop_gradient for shard in shards)
         # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
         present = bytes(shard.has_gradient for shard in shards)
-        alike = [self._journal, *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present))]
+        alike = [self._journal, *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present)), self.written]
         agreed = self.communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32))
-        for largest, smallest, problem in zip(agreed[-8:-4], agreed[-4:], _DIFFERENCES, strict=True):
+        for largest, smallest, problem in zip(agreed[-10:-5], agreed[-5:], _DIFFERENCES, strict=True):
             if int(largest) != -int(smallest):
                 raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
         self._journal = 0
+        self._written.clear()
         written = int(agreed[len(flags) - 1])
         if written:
             raise ShardingError(
@@ -409,6 +429,19 @@ class Runtime:
         for observer in self.observers:
             observer.parameters_written(shards, maybe=maybe)
 
+    def note_written(self, shard: ParameterShard, value: paddle.Tensor) -> None:
+        """Remember which whole value a parameter was given on this rank, until it is compared with what the others were given."""
+        if self.communicator.overall_world_size > 1:
+            flat = value.detach().reshape([-1])
+            if flat.shape[0] > _SAMPLES:
+                flat = flat[:: flat.shape[0] // _SAMPLES]
+            self._written[shard.index] = zlib.crc32(flat.numpy().tobytes())
+
+    def forget_written(self, shards: Iterable[ParameterShard]) -> None:
+        """These parameters have other values now, which fit on all ranks."""
+        for shard in shards:
+            self._written.pop(shard.index, None)
+
     def memory_bytes(self) -> tuple[int, int]:
         """Return (bytes of this rank's shards, bytes of whole buffers), data and gradients together."""
         pairs = [buffer.memory_bytes() for buffer in self.buffers]
@@ -418,9 +451,13 @@ class Runtime:
 _DIFFERENCES = (
     "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
     "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
-    "differ in the optimizer's learning rate; set the same one, and step its scheduler alike, on every rank",
+    "differ in the optimizer's learning rate, or in another setting of it; set the same ones, and step its scheduler alike, on every rank",
     "differ in which parameters have a gradient from before; call clear_grad alike on every rank",
+    "gave set_value other values, or some none; call it on every rank with the same value, or load_full_state_dict(from_rank=0)",
 )
+
+_SAMPLES = 1 << 16
+"""How many elements of a value, about, stand for all of it when ranks compare what they were given."""
 
 
 class _BackwardCall:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,8 @@ class SavedWeights:
 
         core.eager.register_saved_tensors_hooks = register
         try:
-            unpacked = unpack(saved)
+            with _gradients_stay_enabled():
+                unpacked = unpack(saved)
         finally:
             if core.eager.register_saved_tensors_hooks is register:
                 core.eager.register_saved_tensors_hooks = found
@@ -182,6 +183,10 @@ class SavedWeights:
         return _SavedTensor(tensor.detach(), tensor.inplace_version, tensor.stop_gradient)
 
     def _unpack(self, saved: _SavedWeight | _SavedShape | _SavedTensor) -> paddle.Tensor:
+        with _gradients_stay_enabled():
+            return self._unpacked(saved)
+
+    def _unpacked(self, saved: _SavedWeight | _SavedShape | _SavedTensor) -> paddle.Tensor:
         if isinstance(saved, _SavedShape):
             # Paddle asks for memory behind it, at the same offset; NaN would show if somebody read it.
             numel = math.prod(saved.shape) + saved.offset // paddle.empty([1], saved.dtype).element_size()
@@ -203,6 +208,16 @@ class SavedWeights:
 def _packing(replace: Callable[[paddle.Tensor], paddle.Tensor], pack: Callable[..., Any]) -> Callable[[paddle.Tensor], Any]:
     """Return others' hook, which is given something else in place of gathered weights."""
     return lambda tensor: pack(replace(tensor))
+
+
+@contextmanager
+def _gradients_stay_enabled() -> Iterator[None]:
+    """After an error inside the block, record gradients again: Paddle 3.3 doesn't around unpacking, and goes back only without an error."""
+    try:
+        yield
+    except BaseException:
+        paddle.set_grad_enabled(True)  # else whoever catches the error trains on without gradients, in silence
+        raise
 
 
 SAVED_WEIGHTS = SavedWeights()

@@ -16,6 +16,7 @@ from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import WholeParameter, optimizer_list, states_restored_on_error
+from ..optim.registry import MASTER_WEIGHT_KEY
 from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
 from ..storage.agreement import exchange
@@ -149,6 +150,11 @@ def load(
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
+    if plan.subjects.model is None and any(key.endswith(f".{MASTER_WEIGHT_KEY}") for key in plan.index.stored):
+        differences.append(
+            "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
+            "checkpoint's"
+        )
     if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
     return _report(plan, merge_notes([verdict["notes"]]), differences, verdict["other_base"])

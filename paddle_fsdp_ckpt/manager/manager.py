@@ -218,6 +218,7 @@ class CheckpointManager:
             return [number, digest]
 
         self._meet("check", check, check_same_save)
+        step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._where / step_name(step),
             self._rendezvous,
@@ -310,10 +311,11 @@ class CheckpointManager:
 
         def check() -> JsonValue:
             checked.append(check_trainer_state(lr_scheduler, grad_scaler, sharded))
-            return [None if step is None else whole_number(step, "step", 0), fall_back, discard_later, random_state]
+            return [None if step is None else whole_number(step, "step", 0), bool(fall_back), bool(discard_later), bool(random_state)]
 
         self._meet("check", check, check_same_restore)
         state = checked[0]
+        step = None if step is None else whole_number(step, "step", 0)
         restoring = Restoring(self._where, self._steps.root, self._rendezvous, self._next_token("restore"), self._timeout)
         report = restoring.restore(
             self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options

@@ -251,7 +251,7 @@ class _Binding:
         self._check_before_step()
         with ExitStack() as stack:
             for runtime in self._runtimes:
-                stack.enter_context(runtime.stepping(_rates(self._optimizer)))
+                stack.enter_context(runtime.stepping(self._settings_now()))
             result = self._step()
         check_states_known(self._optimizer)
         return result
@@ -276,6 +276,11 @@ class _Binding:
                 runtime.communicator.check_same("a hyper-parameter of the optimizer", repr(settings))
             self._is_compared = True
 
+    def _settings_now(self) -> list[Any]:
+        """Return what of the settings is compared at each step: the rates, and all others of the first parameter of each group."""
+        firsts = [shards[0] for shards in _shards_of_groups(self._optimizer) if shards]
+        return [*_rates(self._optimizer), describe_hyperparameters(self._optimizer, firsts)]
+
     def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
         """Let a loss scaler divide this rank's reduced gradients, and tell on all ranks whether any found an infinity. Collective.
 
@@ -286,7 +291,7 @@ class _Binding:
         for shard in self._sentinels:
             shard.reset_mark()
         for runtime in self._runtimes:
-            runtime.begin_step(_rates(self._optimizer))
+            runtime.begin_step(self._settings_now())
         found = divide(self._shards)
         for runtime in self._runtimes:
             found = bool(runtime.communicator.max_of_integers(np.array([found], dtype=np.int32))[0])
@@ -308,7 +313,8 @@ class _Binding:
         # What minimize calls; Paddle's own reads gradients past the parameters' Python face.
         self._check_before_step()
         for runtime in self._runtimes:
-            runtime.begin_step(_rates(self._optimizer))
+            runtime.begin_step(self._settings_now())
+            runtime.gradients_used()
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]

@@ -27,7 +27,12 @@ class CutByUs(Sharding):
     @property
     def gradients_pending(self) -> bool:
         """What the runtime says."""
-        return self.runtime.gradients_pending
+        return self.runtime.awaits_step
+
+    @property
+    def written(self) -> int:
+        """The runtime's own."""
+        return self.runtime.written
 
     @property
     def communicator(self) -> Communicator:
@@ -166,8 +171,8 @@ class CutByUs(Sharding):
         if model is None:
             return
         loaded, kept_names = {id(one) for one in stepped}, set(kept)
+        changed = [shard for shard in self.runtime.shards if not kept_names.intersection(shard.slot.names)]
         for unit in self.runtime.units:
-            unit.changed([shard for shard in unit.shards if not kept_names.intersection(shard.slot.names)])
-        self.runtime.parameters_written(
-            [shard for shard in self.runtime.shards if id(shard) not in loaded and not kept_names.intersection(shard.slot.names)]
-        )
+            unit.changed([shard for shard in changed if shard.unit is unit])
+        self.runtime.forget_written(changed)
+        self.runtime.parameters_written([shard for shard in changed if id(shard) not in loaded])

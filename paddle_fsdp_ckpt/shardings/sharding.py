@@ -92,8 +92,13 @@ class Sharding(ABC):
 
     @property
     def gradients_pending(self) -> bool:
-        """Whether a backward went before whose gradients no step has used; false where nobody knows."""
+        """Whether there are gradients that a later step will use; false where nobody knows."""
         return False
+
+    @property
+    def written(self) -> int:
+        """What stands for the whole values that parameters were given since the last step; the same on every rank."""
+        return 0
 
     @abstractmethod
     def model_weights(self, model: nn.Layer) -> dict[str, ShardedWeight]:

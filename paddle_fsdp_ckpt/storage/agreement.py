@@ -9,7 +9,9 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from ..errors import CheckpointError, RankFailedError, listing
 from .format import JsonValue
@@ -18,6 +20,9 @@ from .system_errors import describe_error
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 _FIRST_WORD_SECONDS = 30.0
 """After how long a wait rank 0 says for whom it waits; it says so again after twice that, and so on."""
+
+_PATIENCE_SECONDS = 60.0
+"""How long ranks wait to hear that what they were given for it is no time."""
 
 _NO_ANSWER = "no answer within {:g} s; it was killed, hangs, is slower than that, or never made this call, which all ranks must make"
 
@@ -75,27 +80,39 @@ def exchange(
         RankFailedError: a part or the decision failed, or a rank did not answer in time; the message names every such rank. A
             rank whose own failure is another CheckpointError raises that instead.
     """
+    is_number = _is_time(timeout_seconds)
+    patience = timeout_seconds if is_number else _PATIENCE_SECONDS
     try:
+        if not is_number:
+            raise CheckpointError(
+                f"timeout_seconds is {timeout_seconds!r:.100}, not a number of seconds above 0; float('inf') waits for ever"
+            )
         part, failure = produce(), None
+        encoded = json.dumps([part, None])  # what isn't JSON must be heard of too
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         part, failure = None, error
+        encoded = json.dumps([None, _describe(error)])
     except BaseException as error:
         if rendezvous.rank == COORDINATOR:
-            _put(rendezvous, f"{token}/verdict", [None, _say({COORDINATOR: _describe(error)})])
+            _put(rendezvous, f"{token}/verdict", json.dumps([None, _say({COORDINATOR: _describe(error)})]))
         else:
-            _tell(rendezvous, token, None, error)
+            _put(rendezvous, f"{token}/report/{rendezvous.rank}", json.dumps([None, _describe(error)]))
         raise
     if rendezvous.rank == COORDINATOR:
-        result, text, decision_failure = _judge(rendezvous, token, part, failure, decide, timeout_seconds)
+        result, text, decision_failure = _judge(rendezvous, token, part, failure, decide, patience)
         failure = failure or decision_failure
     else:
-        _tell(rendezvous, token, part, failure)
-        result, text = _hear(rendezvous, token, timeout_seconds)
+        _put(rendezvous, f"{token}/report/{rendezvous.rank}", encoded)
+        result, text = _hear(rendezvous, token, patience)
     if text is None:
         return result
     if isinstance(failure, CheckpointError) and not isinstance(failure, RankFailedError):
         raise failure
     raise RankFailedError(text) from failure
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
 
 
 def agree(rendezvous: Rendezvous, token: str, problem: str | None, timeout_seconds: float) -> None:
@@ -143,13 +160,14 @@ def _judge(
         else:
             try:
                 result = decide(parts)
+                json.dumps(result)  # what isn't JSON must be heard of too
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-                decision_failure = error
+                result, decision_failure = None, error
                 text = str(error) if isinstance(error, RankFailedError) else _say({COORDINATOR: _describe(error)})
     except BaseException as error:
-        _put(rendezvous, f"{token}/verdict", [None, _say({COORDINATOR: _describe(error)})])
+        _put(rendezvous, f"{token}/verdict", json.dumps([None, _say({COORDINATOR: _describe(error)})]))
         raise
-    _put(rendezvous, f"{token}/verdict", [result, text])
+    _put(rendezvous, f"{token}/verdict", json.dumps([result, text]))
     return result, text, decision_failure
 
 
@@ -229,13 +247,9 @@ class _Wait:
         return True
 
 
-def _tell(rendezvous: Rendezvous, token: str, part: JsonValue, failure: BaseException | None) -> None:
-    _put(rendezvous, f"{token}/report/{rendezvous.rank}", [part, None if failure is None else _describe(failure)])
-
-
-def _put(rendezvous: Rendezvous, key: str, value: JsonValue) -> None:
+def _put(rendezvous: Rendezvous, key: str, encoded: str) -> None:
     try:
-        rendezvous.put(key, json.dumps(value).encode())
+        rendezvous.put(key, encoded.encode())
     except Exception as error:
         raise RankFailedError(f"rank {rendezvous.rank} can't reach rank {COORDINATOR} and the others: {_describe(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,19 +154,63 @@ def step_with_other_settings(kind: str) -> str:
         "clip": {"grad_clip": nn.ClipGradByGlobalNorm(1.0 + rank)},
         "group": {},
         "cleared": {},
+        "clip later": {},
     }[kind]
     held = [{"params": model.parameters(), "learning_rate": 1 + rank}] if kind == "group" else model.parameters()
     optimizer = paddle.optimizer.SGD(0.1, parameters=held, **settings)
     ckpt.fully_shard(model, optimizer=optimizer)
-    if kind == "cleared":
+    if kind in ("cleared", "clip later"):
         loss_of(model).backward()
         optimizer.step()
-        if rank == 0:
-            optimizer.clear_grad(set_to_zero=False)
+    if kind == "cleared" and rank == 0:
+        optimizer.clear_grad(set_to_zero=False)
+    if kind == "clip later":
+        optimizer._grad_clip = nn.ClipGradByGlobalNorm(1.0 + rank)
     loss_of(model).backward()
     with pytest.raises(ckpt.ShardingError) as caught:
         optimizer.step()
     return str(caught.value)
+
+
+def set_on_one_rank(path: str, kind: str) -> list[str]:
+    rank = this_rank().rank
+    model = net()
+    optimizer = sgd(model)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.save(f"{path}/before", model=model, optimizer=optimizer)
+    if kind == "other values" or rank == 0:
+        model[2].weight.set_value(np.full([7, 2], rank, "float32"))
+    said = []
+    loss_of(model).backward()
+    for refused in (optimizer.step, lambda: ckpt.save(f"{path}/after", model=model)):
+        with pytest.raises(ckpt.CheckpointError) as caught:
+            refused()
+        said.append(str(caught.value))
+    if kind == "one rank":  # either puts it right
+        ckpt.load(f"{path}/before", model=model, optimizer=optimizer)
+    else:
+        optimizer.clear_grad()
+    for name in ("2.weight", "0.bias") if rank else ("0.bias", "2.weight"):  # in whatever order
+        parameter = dict(model.named_parameters())[name]
+        parameter.set_value(paddle.full(parameter.shape, 0.5))
+    loss_of(model).backward()
+    optimizer.step()
+    plain = net()
+    for name in ("2.weight", "0.bias"):
+        dict(plain.named_parameters())[name].set_value(paddle.full(dict(plain.named_parameters())[name].shape, 0.5))
+    loss_of(plain).backward()
+    sgd(plain).step()
+    for name, tensor in ckpt.full_state_dict(model, to_rank=None).items():
+        np.testing.assert_allclose(tensor.numpy(), dict(plain.named_parameters())[name].numpy(), rtol=0, atol=1e-6, err_msg=name)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["one rank", "other values"])
+def test_values_that_not_all_ranks_were_given_are_refused(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    for step, save in ranks(2).run(set_on_one_rank, str(tmp_path), kind):
+        assert "gave set_value other values" in step
+        assert "what set_value was given" in save
+    assert not (tmp_path / "after").exists()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -185,7 +230,7 @@ def test_what_is_refused(ranks: Ranks, world_size: int, kind: str) -> None:
         assert REFUSED[kind] in message
 
 
-@pytest.mark.parametrize("kind", ["weight_decay", "clip", "group", "cleared"])
+@pytest.mark.parametrize("kind", ["weight_decay", "clip", "group", "cleared", "clip later"])
 def test_ranks_with_other_settings_are_refused(ranks: Ranks, kind: str) -> None:
     for message in ranks(2).run(step_with_other_settings, kind):
         assert "between ranks" in message or "the ranks differ" in message

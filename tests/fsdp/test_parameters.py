@@ -51,8 +51,8 @@ MODEL_ACTIONS: dict[str, tuple[Callable[[nn.Layer], Any], str]] = {
     "deepcopy_of_a_wrapper": (lambda model: copy.deepcopy(Wrapper(model)), "can't be copied or pickled"),
     "deepcopy_of_a_block": (lambda model: copy.deepcopy(model.blocks[0]), "can't be copied or pickled"),
     "pickle": (pickle.dumps, "can't be copied or pickled"),
-    "replaced_parameter": (lambda model: setattr(model.norm, "weight", nn.Linear(6, 6).bias), "can't be added or replaced"),
-    "new_parameter": (lambda model: setattr(model.norm, "more", nn.Linear(6, 6).bias), "can't be added or replaced"),
+    "replaced_parameter": (lambda model: setattr(model.norm, "weight", nn.Linear(6, 6).bias), "can't be added, replaced or removed"),
+    "new_parameter": (lambda model: setattr(model.norm, "more", nn.Linear(6, 6).bias), "can't be added, replaced or removed"),
     "shard_again": (lambda model: fully_shard(model, optimizer=None), "already sharded by this package"),
     "forward_inside_local_parameters": (lambda model: _forward_inside(model), "can't run inside"),
     "to_float64": (lambda model: model.to(dtype="float64"), "can't be moved or converted to another dtype"),
@@ -314,7 +314,11 @@ def weights_changed_between_forward_and_backward() -> str:
         language_loss(Run(True), model, 0)
     except errors.ShardingError as error:
         return str(error)
+    assert paddle.is_grad_enabled()
+    for parameter in model.parameters():
+        parameter.clear_gradient(False)
     language_loss(Run(True), model, 0).backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
     return "trains on"
 
 

@@ -105,15 +105,28 @@ def change_the_model_afterwards() -> list[str]:
         lambda: setattr(model, "extra", nn.Linear(2, 2)),
         lambda: model.blocks.append(nn.Linear(2, 2)),
         lambda: model.add_sublayer("other", nn.Sequential(nn.Linear(2, 2))),
+        lambda: setattr(model, "again", model.blocks[0]),
+        lambda: setattr(model, "head", nn.Identity()),
+        lambda: setattr(model, "head", None),
+        lambda: delattr(model, "head"),
+        lambda: model.blocks.__delitem__(0),
+        lambda: model.blocks._sub_layers.pop("0"),
+        lambda: model.blocks._sub_layers.clear(),
+        lambda: setattr(model.head, "bias", None),
+        lambda: delattr(model.head, "bias"),
+        lambda: nn.utils.weight_norm(model.head),
     ):
         with pytest.raises(ShardingError) as caught:
             change()
         said.append(str(caught.value))
     model.activation = nn.ReLU()
-    model.again = model.blocks[0]
+    model.activation = nn.Tanh()
+    del model.activation
+    model.head = model.head
+    assert model(paddle.zeros([2, 5], "int64")).shape[0] == 2
     return said
 
 
-def test_layers_with_parameters_can_not_come_later(ranks: Ranks) -> None:
+def test_layers_with_parameters_can_not_come_or_go_later(ranks: Ranks) -> None:
     for said in ranks(2).run(change_the_model_afterwards):
-        assert all("can't be added or replaced after fully_shard" in text for text in said)
+        assert all("can't be added, replaced or removed after fully_shard" in text for text in said)

@@ -176,7 +176,7 @@ def test_steps_ascend(root: Path, ranks: Ranks) -> None:
         assert (kind, "step is -1, and must be at least 0" in text) == ("CheckpointError", True)
     for error in errors_on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=3):
         assert "step 3 is not later than step_00000003" in error.message
-    assert on(ranks(2), cases.go_back, str(root), 1, 2, discard_later=True) == [([1], [1, 2])] * 2
+    assert on(ranks(2), cases.go_back, str(root), np.int64(1), np.int64(2), discard_later=True) == [([1], [1, 2])] * 2
     assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", "step_00000001", "step_00000002"]
 
 

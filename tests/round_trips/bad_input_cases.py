@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import paddle
+import pytest
 from checkpoint_cases import Tied, train
 from harness import this_rank
 from paddle import nn
@@ -37,6 +38,25 @@ def refused_path(call: str, paths: list[Any], overwrite: bool = False) -> Refusa
     if call == "save":
         return _try(lambda model, optimizer: ckpt.save(path, model=model, optimizer=optimizer, overwrite=overwrite, timeout_seconds=20))
     return _try(lambda model, optimizer: ckpt.load(path, model=model, optimizer=optimizer, timeout_seconds=20))
+
+
+def refused_timeout(timeout: Any, path: str, good: str) -> list[Refusal]:
+    """Of a save, a load and a manager; ``timeout`` on rank 1, and on rank 0 a good one."""
+    mine: Any = timeout if this_rank().rank else 20
+    calls: list[Callable[[nn.Layer, Any], object]] = [
+        lambda model, optimizer: ckpt.save(path, model=model, optimizer=optimizer, timeout_seconds=mine),
+        lambda model, optimizer: ckpt.load(good, model=model, optimizer=optimizer, timeout_seconds=mine),
+        lambda model, optimizer: ckpt.CheckpointManager(path, timeout_seconds=mine),
+    ]
+    return [_try(call) for call in calls]
+
+
+def refused_buffer(path: str) -> str:
+    made, stepper = make("base")
+    made.register_buffer("angles", paddle.ones([3], "complex64"))
+    with pytest.raises(ckpt.CheckpointError) as caught:
+        ckpt.save(path, model=made, optimizer=stepper)
+    return str(caught.value)
 
 
 def _unbound(model: nn.Layer) -> Any:

@@ -247,7 +247,7 @@ def load_wrongly(path: str, full: str) -> dict[str, str]:
     assert report.other_base == ["blocks.1.down.bias"]
     assert not report.is_exact
     right = adapted(99)
-    right.blocks[1].up.scaling = 2
+    right.blocks[1].up.scaling = np.float32(2)
     loaded = ckpt.load(path, model=right, parts={"model"})
     assert loaded.base == report.base
     assert loaded.differences == ["LoRA layers scale otherwise: 'blocks.1.up' by 4 then and by 2 now"]

@@ -169,12 +169,20 @@ def masters_follow(path: str, sharded: bool) -> dict[str, bool]:
     report = ckpt.load(path, model=made, optimizer=stepper, parts={"model"}, **options)
     after = {name: copied(master) for name, master in stepper._master_weights.items()}
     head = [owner for owner in before if names[owner] == "head.weight"]
+    kept_states = accumulators == {
+        acc: {owner: copied(t) for owner, t in tensors.items()} for acc, tensors in stepper._accumulators.items()
+    }
+    ckpt.save(f"{path}_all", model=made, optimizer=stepper)
+    told = [
+        any("master weights were loaded" in one for one in ckpt.load(f"{path}_all", model=made, optimizer=stepper, parts=parts).differences)
+        for parts in ({"optimizer"}, {"model", "optimizer"}, {"model"})
+    ]
     return {
         "missing stay": all(after[owner] == before[owner] for owner in kept),
         "others follow": all(after[owner] != before[owner] for owner in before if owner not in kept),
         "to the values": all(set(np.frombuffer(after[owner], np.float32)) == {0.5} for owner in head),
-        "states stay": accumulators
-        == {acc: {owner: copied(t) for owner, t in tensors.items()} for acc, tensors in stepper._accumulators.items()},
+        "states stay": kept_states,
+        "masters alone are told of": told == [True, False, False],
         "reported": all(key.startswith("blocks.0.") for key in report.missing) and len(report.missing) == 6,
     }
 

@@ -15,10 +15,12 @@ from bad_input_cases import (
     one_rank_fails_to_save,
     one_rank_lost_its_states,
     one_without_optimizer,
+    refused_buffer,
     refused_extra_state,
     refused_path,
     refused_step,
     refused_subjects,
+    refused_timeout,
     save_and_load_here,
     values,
 )
@@ -161,6 +163,19 @@ def test_extra_state_that_json_can_not_hold(case: str, tmp_path: Path, ranks: Ra
             continue  # The first rank's is what is saved.
         results = ranks(2).run(refused_extra_state, case, str(tmp_path / "new"), only_rank)
         assert all(name in ("CheckpointError", "RankFailedError") and not changed for name, _, changed in results)
+    assert listing(tmp_path) == {}
+
+
+@pytest.mark.parametrize("timeout", [None, 0, -1.0, float("nan"), "60", True])
+def test_times_that_are_none(timeout: Any, good: Path, tmp_path: Path, ranks: Ranks) -> None:
+    for results in zip(*ranks(2).run(refused_timeout, timeout, str(tmp_path / "new"), str(good)), strict=True):
+        check(list(results), "timeout_seconds is", "CheckpointError")
+    assert listing(tmp_path) == {}
+
+
+def test_buffers_that_a_checkpoint_can_not_hold(tmp_path: Path, ranks: Ranks) -> None:
+    for message in ranks(2).run(refused_buffer, str(tmp_path / "new")):
+        assert "angles (complex64)" in message and "persistable=False" in message
     assert listing(tmp_path) == {}
 
 

@@ -33,19 +33,46 @@ def test_buffers_that_differ_between_ranks(tmp_path: Path, ranks: Ranks) -> None
     assert "norm._variance" not in said[0][0]
 
 
-def save_with_pending_gradients(path: str) -> list[str]:
+def saves_that_warn_of_gradients(path: str) -> list[bool]:
     model, optimizer = build("tied", "sgd")
-    model(paddle.zeros([2, 5], "int64")).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ckpt.save(path, model=model, optimizer=optimizer)
+    warned = []
+
+    def backward() -> None:
+        model(paddle.zeros([2, 5], "int64")).sum().backward()
+
+    def save() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ckpt.save(path, model=model, optimizer=optimizer, overwrite=True)
+        warned.append(any("gradients are not saved" in str(one.message) for one in caught))
+
+    save()
+    backward()
+    save()
+    assert any(parameter.grad is not None for parameter in model.parameters())  # which reduces them
+    save()
     optimizer.step()
-    return [str(one.message) for one in caught if "gradients are not saved" in str(one.message)]
+    save()  # a loop that clears before the backward
+    optimizer.clear_grad()
+    backward()
+    optimizer.clear_grad()
+    save()
+    backward()
+    with ckpt.local_parameters(model):  # where others step by hand
+        pass
+    save()
+    backward()
+    optimizer.step()
+    save()  # a loop that didn't clear before the backward: the next one will add to what is there
+    optimizer.clear_grad(set_to_zero=False)
+    save()
+    return warned
 
 
-def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks) -> None:
-    for messages in ranks(2).run(save_with_pending_gradients, str(tmp_path / "checkpoint")):
-        assert len(messages) == 1
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
+    for warned in ranks(world_size).run(saves_that_warn_of_gradients, str(tmp_path / "checkpoint")):
+        assert warned == [False, True, True, False, False, False, True, False]
 
 
 def save_without_the_optimizer(folder: str) -> list[list[str]]:

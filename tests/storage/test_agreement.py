@@ -81,6 +81,17 @@ def test_a_decision_that_fails_fails_everywhere() -> None:
     assert {str(result) for result in results} == {"rank 0 failed: ZeroDivisionError: no"}
 
 
+@pytest.mark.parametrize("where", ["part of rank 0", "part of rank 2", "decision"])
+def test_what_is_no_json_fails_everywhere_and_nobody_waits(where: str) -> None:
+    def work(ranks: ThreadRendezvous) -> None:
+        part = {1} if where == f"part of rank {ranks.rank}" else 1
+        exchange(ranks, "t", lambda: part, lambda _: {2} if where == "decision" else None, LONG)
+
+    for result in run_ranks(3, work):
+        assert type(result) is RankFailedError
+        assert re.fullmatch(r"rank \d failed: TypeError: Object of type set is not JSON serializable", str(result))
+
+
 def test_the_decision_is_not_asked_for_where_a_part_failed() -> None:
     asked: list[object] = []
 
