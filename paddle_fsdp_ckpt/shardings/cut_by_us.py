@@ -171,8 +171,10 @@ class CutByUs(Sharding):
         if model is None:
             return
         loaded, kept_names = {id(one) for one in stepped}, set(kept)
-        changed = [shard for shard in self.runtime.shards if not kept_names.intersection(shard.slot.names)]
+        changed: list[ParameterShard] = []
         for unit in self.runtime.units:
-            unit.changed([shard for shard in changed if shard.unit is unit])
+            own = [shard for shard in unit.shards if not kept_names.intersection(shard.slot.names)]
+            unit.changed(own)
+            changed += own
         self.runtime.forget_written(changed)
         self.runtime.parameters_written([shard for shard in changed if id(shard) not in loaded])
