@@ -22,6 +22,10 @@ class CorruptCheckpointError(CheckpointError):
     """A file does not hold what its own description says: sizes, headers, digests, ranges."""
 
 
+class ReplacedCheckpointError(CheckpointError):
+    """A checkpoint was replaced by another one while it was read, so that what was read may be of both."""
+
+
 class UnsafeCheckpointError(CheckpointError):
     """A file asks for something that reading must never do: run code, leave its directory, use unbounded memory."""
 

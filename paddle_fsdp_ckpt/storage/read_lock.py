@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from ..errors import CheckpointError, ReplacedCheckpointError
 from .format import MANIFEST_NAME
 
 _Arguments = ParamSpec("_Arguments")
@@ -23,18 +24,49 @@ _Result = TypeVar("_Result")
 
 
 @contextmanager
-def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
+def reading(directory: str | os.PathLike[str]) -> Iterator[Callable[[object], None]]:
     """Keep a checkpoint from being removed by a ``CheckpointManager``, in whatever process, while the block runs.
 
-    Where that can't be, the block runs all the same: whoever reads a checkpoint that is gone hears so.
+    Where that can't be, the block runs all the same: whoever reads a checkpoint that is gone hears so. The block is given a function that
+    raises where another checkpoint has taken the place of this one, as by a save with ``overwrite=True``; it takes what was found wrong.
+
+    Raises:
+        ReplacedCheckpointError: the block raised a CheckpointError, and another checkpoint has taken the place of this one meanwhile.
     """
     # ~ as load understands it.
-    with _locked(Path(os.path.expanduser(directory)), fcntl.LOCK_SH, os.O_RDONLY):
-        yield
+    path = Path(os.path.expanduser(directory))
+    with _locked(path, fcntl.LOCK_SH, os.O_RDONLY):
+        before = _identity(path)
+
+        def check_there(found: object) -> None:
+            if before is not None and _identity(path) not in (None, before):
+                raise ReplacedCheckpointError(
+                    f"'{path}' was replaced by another checkpoint while it was read, which may be all that is wrong; read it again. {found}"
+                )
+
+        try:
+            yield check_there
+        except ReplacedCheckpointError:
+            raise
+        except CheckpointError as error:
+            check_there(error)
+            raise
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Return what tells the manifest from any other that is there while it is open; None where there is none."""
+    try:
+        found = os.stat(directory / MANIFEST_NAME)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def while_reading(*names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Let a function run as in a block of :func:`reading`, for those of its arguments that have these names."""
+    """Let a function run as in a block of :func:`reading`, for those of its arguments that have these names.
+
+    A report that it returns is checked as an error is, where the report's ``is_good`` is False.
+    """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         signature = inspect.signature(function)
@@ -43,11 +75,14 @@ def while_reading(*names: str) -> Callable[[Callable[_Arguments, _Result]], Call
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             given = signature.bind(*args, **kwargs).arguments
             with ExitStack() as stack:
-                for name in names:
-                    # What is no path the function itself refuses.
-                    if isinstance(path := given.get(name), (str, os.PathLike)):
-                        stack.enter_context(reading(path))
-                return function(*args, **kwargs)
+                # What is no path the function itself refuses.
+                paths = [path for name in names if isinstance(path := given.get(name), (str, os.PathLike))]
+                checks = [stack.enter_context(reading(path)) for path in paths]
+                result = function(*args, **kwargs)
+                if not getattr(result, "is_good", True):
+                    for check_there in checks:
+                        check_there(result)
+                return result
 
         return call
 

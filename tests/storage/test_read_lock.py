@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 from checkpoints import cut, write_checkpoint
 
+from paddle_fsdp_ckpt.errors import CorruptCheckpointError, ReplacedCheckpointError
 from paddle_fsdp_ckpt.export.difference import compare
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
-from paddle_fsdp_ckpt.storage import read_lock
+from paddle_fsdp_ckpt.export.shard_map import read_shard_map
+from paddle_fsdp_ckpt.storage import index, read_lock, survey
+from paddle_fsdp_ckpt.storage.index import read_manifest
 from paddle_fsdp_ckpt.storage.read_lock import reading, removing
 from paddle_fsdp_ckpt.storage.salvage import salvage
 from paddle_fsdp_ckpt.storage.verify import verify
@@ -50,6 +53,32 @@ def test_readers_share_and_keep_off(checkpoint: Path) -> None:
     assert may_remove(checkpoint)
     with removing(checkpoint), reading(checkpoint):
         assert not may_remove(checkpoint)
+
+
+@pytest.mark.parametrize("read", [read_shard_map, verify, lambda path: compare(path, path)], ids=["plot", "verify", "diff"])
+def test_what_is_replaced_meanwhile_is_not_called_damaged(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
+) -> None:
+    other = write_checkpoint(checkpoint.parent / "other", [[cut("w", np.arange(8, dtype=np.float32))]])
+
+    def replaced_behind(path: Path, *args: Any, **kwargs: Any) -> Any:
+        manifest = read_manifest(path, *args, **kwargs)
+        checkpoint.rename(checkpoint.parent / "before")
+        other.rename(checkpoint)
+        return manifest
+
+    for module in (index, survey):
+        monkeypatch.setattr(module, "read_manifest", replaced_behind)
+    with pytest.raises(ReplacedCheckpointError, match="step' was replaced by another checkpoint while it was read"):
+        read(checkpoint)
+    monkeypatch.undo()
+    read(checkpoint)
+    (checkpoint / "0_0.safetensors").write_bytes(b"damaged")
+    if read is verify:
+        assert not verify(checkpoint).is_good
+    else:
+        with pytest.raises(CorruptCheckpointError):
+            read(checkpoint)
 
 
 def test_what_a_reader_forked_keeps_nothing(checkpoint: Path) -> None:
