@@ -173,7 +173,10 @@ def check_tensors(model: nn.Layer) -> None:
         )
     empty = [name for name, tensor in plain if not tensor._is_initialized() and 0 not in tensor.shape]
     if empty:
-        raise ShardingError(f"without values, as made under LazyGuard: {listing(empty)}; initialize them first")
+        raise ShardingError(
+            f"without values, as made under LazyGuard: {listing(empty)}; call fully_shard(model, optimizer=...) first, which gives a model "
+            "its initial values, or make it without LazyGuard"
+        )
 
 
 def _check_stepped_once(steppers: Iterable[Stepper]) -> None:

@@ -353,10 +353,13 @@ class CheckpointManager:
         """
         if self._is_open:
             self._is_open = False
-            self._schedule.close()
-            self.wait()
-            self._meet("close", lambda: None, lambda _: None)
-            let_all_hear(self._rendezvous, self._next_token("closed"), self._timeout)
+            try:
+                self.wait()
+                self._meet("close", lambda: None, lambda _: None)
+                let_all_hear(self._rendezvous, self._next_token("closed"), self._timeout)
+            finally:
+                # Only now: a launcher sends its SIGTERM several times, and another one must not kill the last save.
+                self._schedule.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -367,11 +370,12 @@ class CheckpointManager:
             return
         # The others may not be here: wait for what is being written, and for nobody else.
         self._is_open = False
-        self._schedule.close()
         try:
             self.wait()
         except CheckpointError:
             _LOG.exception("a save in the background failed too")
+        finally:
+            self._schedule.close()
 
     def _next_token(self, what: str) -> str:
         self._meetings += 1

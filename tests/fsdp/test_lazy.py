@@ -119,3 +119,21 @@ def without_values() -> str:
     with pytest.raises(ShardingError) as caught:
         fully_shard(model, optimizer=None)
     return str(caught.value)
+
+
+def test_a_model_without_values_that_nobody_sharded_is_no_model_to_save_or_load(tmp_path: Path, single: RankPool) -> None:
+    path = str(tmp_path / "checkpoint")
+    for text in single.run(unsharded_without_values, path)[0]:
+        assert "LazyGuard: 0.weight, 0.bias; call fully_shard(model, optimizer=...) first" in text
+
+
+def unsharded_without_values(path: str) -> list[str]:
+    save(path, model=nn.Sequential(nn.Linear(3, 4)))
+    with paddle.LazyGuard():
+        model = nn.Sequential(nn.Linear(3, 4))
+    texts = []
+    for use in (lambda: save(path, model=model, overwrite=True), lambda: load(path, model=model)):
+        with pytest.raises(ShardingError) as caught:
+            use()
+        texts.append(str(caught.value))
+    return texts

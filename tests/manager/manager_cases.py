@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -693,6 +694,26 @@ def leave_by_an_error(root: str) -> list[int]:
     except ZeroDivisionError:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         return checkpoints.all_steps()
+
+
+def stop_signals_while_closing(root: str, by_error: bool) -> list[int]:
+    """Get another SIGTERM while the last save is being written, as from Paddle's launcher, which sends it three times in 0.6 seconds."""
+    model, optimizer = build()
+    checkpoints = CheckpointManager(root, async_save=True, stop_signals=[signal.SIGTERM])
+    waits = checkpoints.wait
+
+    def wait() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        waits()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    checkpoints.wait = wait  # type: ignore[method-assign]
+    with contextlib.suppress(ZeroDivisionError), checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        if by_error:
+            raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return checkpoints.all_steps()
 
 
 def die_in_background(root: str, dying: int) -> tuple[str, str, float]:

@@ -89,6 +89,11 @@ def test_an_error_in_the_block_comes_through(tmp_path: Path, ranks: Ranks) -> No
     assert ranks(2).run(cases.leave_by_an_error, str(tmp_path / "root")) == [[1], [1]]
 
 
+@pytest.mark.parametrize("by_error", [False, True])
+def test_a_stop_signal_that_comes_again_does_not_kill_the_last_save(by_error: bool, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(cases.stop_signals_while_closing, str(tmp_path / "root"), by_error) == [[1], [1]]
+
+
 def test_load_reads_a_managers_step(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(cases.save_with_extra, str(tmp_path / "root"))
     for world_size in (2, 1):
