@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,14 +13,14 @@ from typing import Any
 import paddle
 
 from ..base_weights import ParameterPart, note_told, other_base, own_sums, parameter_parts, say_other_base
-from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
+from ..errors import CorruptCheckpointError, MismatchError, RankFailedError, listing
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import WholeParameter, optimizer_list, states_restored_on_error
 from ..optim.registry import MASTER_WEIGHT_KEY
 from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
-from ..storage.agreement import exchange
+from ..storage.agreement import COORDINATOR, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import JsonValue
 from ..storage.index import without_garbage_collection
@@ -62,7 +63,8 @@ def load(
         model: sharded by ``fully_shard``, ours or Paddle's own, or plain; or a dict of several, as ``save`` takes it. Some of those that
             were saved: give these, and say ``allow_unexpected=["critic.*"]`` of the others.
         optimizer: bound to the model, or a list or dict of such; plain as the model is plain; fresh or used. Its states become those of
-            the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well.
+            the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well. An empty list
+            where states are left out on purpose; None warns where the checkpoint has some and the model has an optimizer.
         parts: some of ``"model"`` (parameters and buffers), ``"optimizer"`` (states and master weights) and ``"learning_rate"`` (the
             scheduler's state). By default all that the given objects have. The others stay as they are.
         allow_missing: patterns, such as ``"head.*"``, of keys that the checkpoint may lack; ``*`` and ``?`` stand for any text and any
@@ -136,6 +138,8 @@ def load(
             damage = planned[0][1].damage
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
+    if optimizer is None and parts is None and rendezvous.rank == COORDINATOR:
+        _say_what_is_left_out(plan)
     try:
         with without_garbage_collection():
             exchange(rendezvous, f"{token}/read", lambda: plan.read(progress), lambda _: None, timeout_seconds)
@@ -158,6 +162,17 @@ def load(
     if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
     return _report(plan, merge_notes([verdict["notes"]]), differences, verdict["other_base"])
+
+
+def _say_what_is_left_out(plan: LoadPlan) -> None:
+    """Warn where optimizers are bound to the model, states of such are in the checkpoint, and none was given."""
+    bound = sorted({type(one).__name__ for one in plan.subjects.sharding.bound_optimizers()})
+    if bound and plan.not_asked_for:
+        warnings.warn(
+            f"load: {listing(bound)} is bound to the model and was not given: the states in '{plan.index.path}' are not loaded, and the run "
+            "doesn't go on as it was. Give optimizer=...; or parts={\"model\"}, or optimizer=[], where that is meant",
+            stacklevel=5,
+        )
 
 
 def _base_parts(subjects: Subjects, plan: LoadPlan) -> list[ParameterPart]:

@@ -162,7 +162,7 @@ class Restoring:
             path,
             **{"verify_first": options.get("check_digests", True), "timeout_seconds": self.timeout_seconds, **options},
             model=model,
-            optimizer=optimizer_list(optimizer),
+            optimizer=None if optimizer is None else optimizer_list(optimizer),
         )
         differences: list[str] = []
 

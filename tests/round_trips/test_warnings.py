@@ -107,6 +107,43 @@ def test_an_optimizer_that_is_left_out_is_said_once_unless_it_is_meant(tmp_path:
     assert first[3:] == [[]] * 3
 
 
+def load_without_the_optimizer(folder: str) -> list[list[str]]:
+    """Load in each of some ways, and return what Python says of it, and where."""
+    model, optimizer = build("tied", "sgd")
+    other, momentum = build("tied", "momentum")
+    other(paddle.zeros([2, 5], "int64")).sum().backward()
+    momentum.step()
+    with ckpt.CheckpointManager(f"{folder}/managed") as checkpoints:
+        checkpoints.save(1, model=other, optimizer=momentum)
+        ckpt.save(f"{folder}/bare", model=model, optimizer=[])
+        full = f"{folder}/managed/step_00000001"
+        ways: list[Callable[[], object]] = [
+            lambda: ckpt.load(full, model=other),
+            lambda: checkpoints.restore(model=other),
+            lambda: ckpt.load(full, model=other, optimizer=momentum),
+            lambda: ckpt.load(full, model=other, optimizer=[]),
+            lambda: ckpt.load(full, model=other, parts={"model"}),
+            lambda: ckpt.load(f"{folder}/bare", model=other),
+        ]
+        said = []
+        for way in ways:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("default")
+                way()
+            said.append([f"{Path(one.filename).name}: {one.message}" for one in caught])
+    return said
+
+
+def test_states_that_are_not_loaded_are_said_unless_it_is_meant(tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2).run(load_without_the_optimizer, str(tmp_path))
+    assert second == [[]] * 6
+    for (message,) in first[:2]:
+        assert "load: Momentum is bound to the model and was not given" in message
+        assert "optimizer=[], where that is meant" in message
+    assert first[0][0].startswith("test_warnings.py: ")
+    assert first[2:] == [[]] * 4
+
+
 def save_what_nobody_sharded(path: str) -> str:
     model = paddle.nn.Linear(3, 3)
     model.weight.set_value(paddle.full([3, 3], 1.0 + this_rank().rank))
