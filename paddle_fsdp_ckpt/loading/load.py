@@ -169,8 +169,8 @@ def _say_what_is_left_out(plan: LoadPlan) -> None:
     bound = sorted({type(one).__name__ for one in plan.subjects.sharding.bound_optimizers()})
     if bound and plan.not_asked_for:
         warnings.warn(
-            f"load: {listing(bound)} is bound to the model and was not given: the states in '{plan.index.path}' are not loaded, and the run "
-            "doesn't go on as it was. Give optimizer=...; or parts={\"model\"}, or optimizer=[], where that is meant",
+            f"load: {listing(bound)} is bound to the model and was not given: the states in '{plan.index.path}' are not loaded, and the "
+            'run goes on otherwise. Give optimizer=...; or parts={"model"}, or optimizer=[], where that is meant',
             stacklevel=5,
         )
 

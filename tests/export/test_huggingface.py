@@ -177,7 +177,7 @@ def test_a_configuration_of_other_tensors(fused: bool, tmp_path: Path, ranks: Ra
         ("qwen3", {"vocab_size": VOCABULARY + 1}, "'model.embed_tokens.weight' becomes"),
         ("qwen3", {"num_key_value_heads": 3}, "can't be those of 4 query heads and 3 key-value heads"),
         ("qwen3", {"num_key_value_heads": "two"}, "num_key_value_heads = 'two', and a whole number"),
-        ("qwen3", {"model_type": "gpt"}, "model_type 'gpt'; give --recipe, one of llama"),
+        ("qwen3", {"model_type": "gpt"}, "model_type 'gpt'; give --recipe (recipe= in Python), one of llama"),
         ("qwen3", {"model_type": "qwen2"}, "4 keys are taken by no rule: 'model.layers.0.self_attn.q_norm.weight'"),
     ],
 )

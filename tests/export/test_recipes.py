@@ -143,7 +143,7 @@ def test_choosing() -> None:
     config = ModelConfig(Path("config.json"), ({"model_type": "qwen3_moe"}, {"model_type": "llama"}))
     assert choose_recipe("auto", config) is RECIPES["qwen3_moe"]
     assert choose_recipe("qwen2", config) is RECIPES["qwen2"]
-    with pytest.raises(CheckpointError, match="from --config DIR.*or give --recipe, one of llama, qwen2"):
+    with pytest.raises(CheckpointError, match=r"--config DIR.*load_huggingface.*or give --recipe \(recipe= in Python\), one of llama"):
         choose_recipe("auto", None)
     with pytest.raises(CheckpointError, match="there is no recipe and no file 'qwen9'"):
         choose_recipe("qwen9", config)

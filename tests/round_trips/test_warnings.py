@@ -109,7 +109,7 @@ def test_an_optimizer_that_is_left_out_is_said_once_unless_it_is_meant(tmp_path:
 
 def load_without_the_optimizer(folder: str) -> list[list[str]]:
     """Load in each of some ways, and return what Python says of it, and where."""
-    model, optimizer = build("tied", "sgd")
+    model, _ = build("tied", "sgd")
     other, momentum = build("tied", "momentum")
     other(paddle.zeros([2, 5], "int64")).sum().backward()
     momentum.step()

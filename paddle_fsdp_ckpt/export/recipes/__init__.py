@@ -47,16 +47,16 @@ def choose_recipe(wanted: str, config: ModelConfig | None) -> Recipe:
         if config is None:
             raise CheckpointError(
                 f"which family the model is of can't be told without its {CONFIG_NAME}: convert --to hf takes it from --config DIR, "
-                f"and --to fc from beside the model's files; or give --recipe, one of {_known()}"
+                f"and --to fc and load_huggingface from beside the model's files; or {_give_one()}"
             )
         if config.model_type not in RECIPES:
-            raise CheckpointError(f"'{config.path}' has model_type {config.model_type!r:.100}; give --recipe, one of {_known()}")
+            raise CheckpointError(f"'{config.path}' has model_type {config.model_type!r:.100}; {_give_one()}")
         return RECIPES[config.model_type]
     if wanted in RECIPES:
         return RECIPES[wanted]
     path = Path(wanted)
     if not path.is_file():
-        raise CheckpointError(f"there is no recipe and no file '{wanted}'; give --recipe, one of {_known()}")
+        raise CheckpointError(f"there is no recipe and no file '{wanted}'; {_give_one()}")
     return read_recipe(path)
 
 
@@ -98,5 +98,5 @@ def _rule(value: JsonValue) -> Rule:
     return rule
 
 
-def _known() -> str:
-    return f"{', '.join(RECIPES)}, {NONE} (copy names and layouts as they are), or a FILE"
+def _give_one() -> str:
+    return f"give --recipe (recipe= in Python), one of {', '.join(RECIPES)}, {NONE} (copy names and layouts as they are), or a FILE"
