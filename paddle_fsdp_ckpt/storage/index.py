@@ -274,6 +274,11 @@ def _say_left_over(path: Path, target: str, kind: str) -> str:
     )
 
 
+def _checkpoints_in(directory: Path) -> list[str]:
+    entries = sorted(entry.name for entry in directory.iterdir())
+    return [name for name in entries if parse_left_over(name) is None and (directory / name / MANIFEST_NAME).is_file()]
+
+
 def _say_missing(path: Path) -> str:
     beside = []
     if path.parent.is_dir():
@@ -281,6 +286,8 @@ def _say_missing(path: Path) -> str:
             left_over = parse_left_over(entry.name)
             if left_over is not None and left_over[0] == path.name:
                 beside.append(_say_left_over(entry, *left_over))
+        if there := _checkpoints_in(path.parent):
+            beside.append(f"'{path.parent}' holds {counted(len(there), 'checkpoint')}: {listing(there)}")
     return f"there is no checkpoint '{path}'; check the path" + "".join(f". {sentence}" for sentence in beside)
 
 
@@ -293,7 +300,6 @@ def _say_foreign(path: Path) -> str:
             f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save. load and "
             "paddle.distributed.load_state_dict read the former"
         )
-    inside = [name for name in names if parse_left_over(name) is None and (path / name / MANIFEST_NAME).is_file()]
-    if inside:
+    if inside := _checkpoints_in(path):
         return f"'{path}' is not a checkpoint, and holds {counted(len(inside), 'checkpoint')}: {listing(inside)}; name one of them"
     return f"'{path}' has no {MANIFEST_NAME}, so it is not a checkpoint, or not a finished one; check the path. It holds {listing(names)}"

@@ -77,6 +77,11 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], o
             read(tmp_path / "c")
 
 
+def test_what_lies_beside_a_wrong_path_is_named(checkpoint: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=f"/s'; check the path. '.*' holds 1 checkpoint: {checkpoint.name}$"):
+        read_index(checkpoint.with_name("s"))
+
+
 def test_a_staging_directory_is_never_taken_for_a_checkpoint(checkpoint: Path) -> None:
     staging = checkpoint.rename(checkpoint.with_name(staging_name("step", NONCE)))
     with pytest.raises(IncompleteCheckpointError, match="unfinished save to 'step'"):
