@@ -40,9 +40,10 @@ def values(pickled: bytes, array: PickledArray) -> np.ndarray:
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), ARRAYS | ARRAYS.map(np.asfortranarray), max_size=5))
 def test_arrays_are_found_where_they_lie(arrays: dict[str, np.ndarray]) -> None:
-    pickled = pickle.dumps({**arrays, "names": {key: f"eager_tmp_{key}" for key in arrays}}, protocol=4)
+    # A name longer than any of theirs.
+    pickled = pickle.dumps({**arrays, "all names": {key: f"eager_tmp_{key}" for key in arrays}}, protocol=4)
     found = walked(pickled)
-    assert found.pop("names") == {key: f"eager_tmp_{key}" for key in arrays}
+    assert found.pop("all names") == {key: f"eager_tmp_{key}" for key in arrays}
     assert found.keys() == arrays.keys()
     for key, array in arrays.items():
         np.testing.assert_array_equal(values(pickled, found[key]), array)
