@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -18,13 +19,14 @@ from .tensors import tensors_in
 from .unit import Unit
 
 
-class WatchedDict(dict[str, Any]):
+class WatchedDict(dict[str, Any], ABC):
     """What a layer holds by name. Nothing that has parameters may come or go, as the flat buffers, and the names in checkpoints, stay."""
 
     _what: str
 
+    @abstractmethod
     def _has_parameters(self, value: Any) -> bool:
-        raise NotImplementedError
+        """Tell whether a value is a parameter, or has some."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if value is not self.get(name):

@@ -10,6 +10,7 @@ from paddle import nn
 
 from ..errors import UnsupportedOptimizerError
 from ..fsdp import ParameterShard, Runtime
+from .gradient_norm import measure_gradients
 
 Pairs = list[tuple[Any, paddle.Tensor]]
 
@@ -47,17 +48,11 @@ class ShardedClip:
                 return self._by_norm(pairs)
             return self._by_global_norm(pairs)
 
-    def _squared_norms(self, pairs: Pairs) -> dict[int, paddle.Tensor]:
-        """Return, for each runtime (by id), the squared norms of the whole gradients, one a parameter of the runtime's model."""
-        runtimes: dict[int, Runtime] = {id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}
-        double = any(shard.buffer.layout.dtype == "float64" for shard in self._shards)
-        dtype = "float64" if double else "float32"
-        squares = {key: paddle.zeros([len(runtime.shards)], dtype=dtype) for key, runtime in runtimes.items()}
-        for parameter, gradient in pairs:
-            if _needs_clip(parameter):
-                square = gradient.astype(dtype).square().sum()
-                squares[id(parameter._shard.unit.runtime)][parameter._shard.index] = square
-        return {key: runtime.communicator.sum_over_shards(squares[key]) for key, runtime in runtimes.items()}
+    def _squared_norms(self, pairs: Pairs) -> dict[Runtime, paddle.Tensor]:
+        """Return, for each runtime, the squared norms of the whole gradients, one a parameter of the runtime's model."""
+        clipped = [(parameter._shard, gradient) for parameter, gradient in pairs if _needs_clip(parameter)]
+        squares = measure_gradients(self._shards, clipped, lambda gradient: gradient.square().sum())
+        return {runtime: runtime.communicator.sum_over_shards(parts) for runtime, parts in squares.items()}
 
     def _by_global_norm(self, pairs: Pairs) -> Pairs:
         total = paddle.add_n([squares.sum() for squares in self._squared_norms(pairs).values()])
@@ -74,7 +69,7 @@ class ShardedClip:
         clipped = []
         for parameter, gradient in pairs:
             if _needs_clip(parameter):
-                norm = squares[id(parameter._shard.unit.runtime)][parameter._shard.index].sqrt()
+                norm = squares[parameter._shard.unit.runtime][parameter._shard.index].sqrt()
                 limit = paddle.full_like(norm, self._clip.clip_norm)
                 gradient = gradient * (limit / paddle.maximum(norm, limit)).astype(gradient.dtype)
             clipped.append((parameter, gradient))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import paddle
 from paddle import nn
@@ -42,18 +42,40 @@ def clip_grad_norm_(
     shards = _shards_of(parameters)
     if not shards:
         raise ShardingError("clip_grad_norm_: no parameters were given; give the model, or model.parameters()")
-    gradients = [gradient for gradient in (shard.gradient() for shard in shards) if gradient is not None]
+    gradients = [(shard, gradient) for shard in shards if (gradient := shard.gradient()) is not None]
     with paddle.no_grad():
-        norm = _norm(shards, norm_type)
+        norm = _norm(shards, gradients, norm_type)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise CheckpointError(
                 f"clip_grad_norm_: the norm of the gradients is {norm.item()}; nothing was clipped. See which loss is not finite, or let "
                 "error_if_nonfinite be False"
             )
         factor = paddle.clip(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
+        for _, gradient in gradients:
             gradient.multiply_(factor.astype(gradient.dtype))
     return norm
+
+
+def measure_gradients(
+    shards: Sequence[ParameterShard],
+    gradients: Iterable[tuple[ParameterShard, paddle.Tensor]],
+    measure: Callable[[paddle.Tensor], paddle.Tensor],
+) -> dict[Runtime, paddle.Tensor]:
+    """Return one number of each parameter's gradient, as far as this rank has it, in one tensor for each runtime; 0 where there is none.
+
+    One a parameter, so that what ranks make of them together doesn't depend on how pieces are cut into buffers.
+
+    Args:
+        shards: all parameters that may have gradients, on any rank.
+        gradients: this rank's pieces.
+        measure: called with a piece in float32, or in float64 where some parameter is; returns one number.
+    """
+    dtype = "float64" if any(shard.buffer.layout.dtype == "float64" for shard in shards) else "float32"
+    runtimes = dict.fromkeys(shard.unit.runtime for shard in shards)
+    measured = {runtime: paddle.zeros([len(runtime.shards)], dtype=dtype) for runtime in runtimes}
+    for shard, gradient in gradients:
+        measured[shard.unit.runtime][shard.index] = measure(gradient.astype(dtype))
+    return measured
 
 
 def _shards_of(parameters: nn.Layer | paddle.Tensor | Iterable[paddle.Tensor]) -> list[ParameterShard]:
@@ -71,19 +93,12 @@ def _shards_of(parameters: nn.Layer | paddle.Tensor | Iterable[paddle.Tensor]) -
     return list(shards.values())
 
 
-def _norm(shards: Sequence[ParameterShard], norm_type: float) -> paddle.Tensor:
-    runtimes: dict[int, Runtime] = {id(shard.unit.runtime): shard.unit.runtime for shard in shards}
-    dtype = "float64" if any(shard.buffer.layout.dtype == "float64" for shard in shards) else "float32"
-    # One sum, or largest value, a parameter, so that the result doesn't depend on how the ranks' pieces are cut into buffers.
-    parts = {key: paddle.zeros([len(runtime.shards)], dtype=dtype) for key, runtime in runtimes.items()}
-    for shard in shards:
-        gradient = shard.gradient()
-        if gradient is not None:
-            sizes = gradient.astype(dtype).abs()
-            parts[id(shard.unit.runtime)][shard.index] = _largest(sizes) if norm_type == math.inf else sizes.pow(norm_type).sum()
+def _norm(shards: Sequence[ParameterShard], gradients: Iterable[tuple[ParameterShard, paddle.Tensor]], norm_type: float) -> paddle.Tensor:
     if norm_type == math.inf:
-        return _largest(paddle.concat([runtime.communicator.all_gather(parts[key]) for key, runtime in runtimes.items()]))
-    sums = [runtime.communicator.sum_over_shards(parts[key]).sum() for key, runtime in runtimes.items()]
+        measured = measure_gradients(shards, gradients, lambda gradient: _largest(gradient.abs()))
+        return _largest(paddle.concat([runtime.communicator.all_gather(parts) for runtime, parts in measured.items()]))
+    measured = measure_gradients(shards, gradients, lambda gradient: gradient.abs().pow(norm_type).sum())
+    sums = [runtime.communicator.sum_over_shards(parts).sum() for runtime, parts in measured.items()]
     return paddle.add_n(sums).pow(1.0 / norm_type)
 
 
