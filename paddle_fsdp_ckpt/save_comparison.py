@@ -45,14 +45,16 @@ def describe_own(
         trainable_only: or all.
     """
     return {
-        "path": str(path),
-        "model and optimizers": subjects.digest(),
-        "step": step,
-        "overwrite": overwrite,
-        "extra_state": digest_of(json.dumps(extra_state, sort_keys=True)),
-        "trainable_only": trainable_only,
-        _PLAIN: _weights_digest(subjects),
-        _WRITTEN: subjects.sharding.written,
+        "alike": {
+            "path": str(path),
+            "model and optimizers": subjects.digest(),
+            "step": step,
+            "overwrite": overwrite,
+            "extra_state": digest_of(json.dumps(extra_state, sort_keys=True)),
+            "trainable_only": trainable_only,
+            _PLAIN: _weights_digest(subjects),
+            _WRITTEN: subjects.sharding.written,
+        },
         "whole": {key: digest(bytes_of(weight.local_tensor)) for key, weight in sorted(sharded.items()) if is_whole(weight)},
         "buffers": {name: zlib.crc32(bytes_of(buffer)) for name, buffer in subjects.buffers},
         "replica": _replica(subjects),
@@ -73,8 +75,8 @@ def check_same_saving(ranks: Sequence[JsonValue]) -> None:
     Raises:
         RankFailedError: naming what differs.
     """
-    for what in ("path", "model and optimizers", "step", "overwrite", "extra_state", "trainable_only", _PLAIN, _WRITTEN):
-        check_same("save", what, [one[what] for one in ranks], "nothing was written", shown=what in _ARGUMENTS)
+    for what in ranks[COORDINATOR]["alike"]:
+        check_same("save", what, [one["alike"][what] for one in ranks], "nothing was written", shown=what in _ARGUMENTS)
     _check_same_replicas([one["replica"] for one in ranks])
     _check_same_whole([one["whole"] for one in ranks])
     buffers = [one["buffers"] for one in ranks]

@@ -339,7 +339,7 @@ def _check_step(step: Any) -> int | None:
 
 def _say_what_is_left_out(subjects: Subjects) -> None:
     """Warn where optimizers are bound to the model and none was given."""
-    bound = sorted({type(one).__name__ for one in subjects.sharding.bound_optimizers()})
+    bound = subjects.bound_classes()
     if bound:
         warnings.warn(
             f"save: {listing(bound)} is bound to the model and was not given: its states are not saved, and no run goes on from this "

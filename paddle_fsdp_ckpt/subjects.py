@@ -64,6 +64,10 @@ class Subjects:
     steppers: Sequence[Stepper]
     sharding: Sharding
 
+    def bound_classes(self) -> list[str]:
+        """Return the names of the classes of optimizers that are known to step the model, given or not."""
+        return sorted({type(one).__name__ for one in self.sharding.bound_optimizers()})
+
     @cached_property
     def parameters(self) -> Sequence[NamedParameter]:
         """The model's parameters, with their structured names; none where no model is given."""

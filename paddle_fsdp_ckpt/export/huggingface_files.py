@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
-from ..storage.format import DTYPE_NAMES, DTYPE_NBYTES, FileRecord, JsonValue, cut_text, parse_json
-from ..storage.header import LENGTH_NBYTES, METADATA_KEY, Box, Entry, header_nbytes
+from ..storage.format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, JsonValue, cut_text, parse_json
+from ..storage.header import METADATA_KEY, Box, Entry, header_nbytes
 from ..storage.index import CheckpointIndex
 from .safetensors_files import INDEX_NAME
 

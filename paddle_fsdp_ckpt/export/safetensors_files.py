@@ -14,8 +14,8 @@ from contextlib import closing
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..storage.format import DTYPE_CODES, DTYPE_NBYTES, MAX_HEADER_NBYTES
-from ..storage.header import LENGTH_NBYTES, METADATA_KEY
+from ..storage.format import DTYPE_CODES, DTYPE_NBYTES, LENGTH_NBYTES, MAX_HEADER_NBYTES
+from ..storage.header import METADATA_KEY
 from .output import OutputTensor, blocks_in_order
 
 _ALIGNMENT = 8

@@ -166,7 +166,7 @@ def load(
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
     """Warn where optimizers are bound to the model, states of such are in the checkpoint, and none was given."""
-    bound = sorted({type(one).__name__ for one in plan.subjects.sharding.bound_optimizers()})
+    bound = plan.subjects.bound_classes()
     if bound and plan.not_asked_for:
         warnings.warn(
             f"load: {listing(bound)} is bound to the model and was not given: the states in '{plan.index.path}' are not loaded, and the "

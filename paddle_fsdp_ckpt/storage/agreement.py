@@ -160,14 +160,16 @@ def _judge(
         else:
             try:
                 result = decide(parts)
-                json.dumps(result)  # what isn't JSON must be heard of too
+                verdict = json.dumps([result, None])  # what isn't JSON must be heard of too
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
                 result, decision_failure = None, error
                 text = str(error) if isinstance(error, RankFailedError) else _say({COORDINATOR: _describe(error)})
+        if text is not None:
+            verdict = json.dumps([None, text])
     except BaseException as error:
         _put(rendezvous, f"{token}/verdict", json.dumps([None, _say({COORDINATOR: _describe(error)})]))
         raise
-    _put(rendezvous, f"{token}/verdict", json.dumps([result, text]))
+    _put(rendezvous, f"{token}/verdict", verdict)
     return result, text, decision_failure
 
 

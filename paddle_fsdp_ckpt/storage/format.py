@@ -28,6 +28,9 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 PADDLE_METADATA_NAME = "0.metadata"
 
+LENGTH_NBYTES = 8
+"""Bytes of a header's length, at the start of a file."""
+
 MAX_HEADER_NBYTES = 100_000_000
 """The largest header that safetensors reads, and so the largest that we write or read."""
 
@@ -181,7 +184,7 @@ class FileRecord:
         )
         if record.header_nbytes > record.size:
             raise ValueError(f"the header of '{name}' has {record.header_nbytes} bytes, and the whole file {record.size}")
-        if record.header_nbytes > MAX_HEADER_NBYTES + 8:  # with its length before it
+        if record.header_nbytes > LENGTH_NBYTES + MAX_HEADER_NBYTES:
             raise ValueError(f"the header of '{name}' has {record.header_nbytes} bytes, and at most {MAX_HEADER_NBYTES} are allowed")
         if len(record.digests) != record.chunks * DIGEST_LENGTH or not _DIGESTS.fullmatch(record.digests):
             raise ValueError(f"digests of '{name}' are not {record.chunks} times {DIGEST_LENGTH} hexadecimal digits")

@@ -33,15 +33,13 @@ from .format import (
     DTYPE_NAMES,
     DTYPE_NBYTES,
     FORMAT_VERSION,
+    LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
     JsonValue,
     check_format_version,
     cut_text,
     parse_json,
 )
-
-LENGTH_NBYTES = 8
-"""Bytes of the header's length, at the start of the file."""
 
 METADATA_KEY = "__metadata__"
 _VERSION_KEY = "paddle_fsdp_ckpt.format_version"

@@ -16,8 +16,8 @@ from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCh
 from ..layout import Range
 from ..pieces import Piece
 from .digests import digest
-from .format import MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
-from .header import LENGTH_NBYTES, Box, Entry, decode_header, header_nbytes
+from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
+from .header import Box, Entry, decode_header, header_nbytes
 
 Stored: TypeAlias = "tuple[int, Box, int, int, int]"
 """A stored piece of a known key, without the key: position of its file in the index, box, first and past-the-last element of

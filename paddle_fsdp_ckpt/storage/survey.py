@@ -11,8 +11,8 @@ from pathlib import Path
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError
 from .buffers import read_all
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
-from .format import DTYPE_NBYTES, FileRecord, Manifest
-from .header import LENGTH_NBYTES, Entry, decode_header, header_nbytes
+from .format import DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, Manifest
+from .header import Entry, decode_header, header_nbytes
 from .index import CheckpointIndex, Stored, open_inside, read_damaged_manifest, read_manifest
 from .system_errors import describe_error
 

@@ -718,17 +718,13 @@ def _recompute_all(run: Run, inner: nn.Layer, use_reentrant: bool = True) -> Non
 def recompute_not_reentrant_with_side_outputs(run: Run) -> None:
     """Backwards of several blocks are under way together."""
     model = WithSideOutputs(4)
-    optimizer = run.start(model, sgd)
-    for step in range(3):
-        tokens = run.batch(step)
-        logits, side = model(tokens)
-        loss = F.cross_entropy(logits.reshape([-1, VOCABULARY]), tokens.reshape([-1])) + 0.1 * side
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
-        run.log(loss)
-    run.note_weights(model)
+    run.train(model, run.start(model, sgd), loss=_with_side_outputs)
+
+
+def _with_side_outputs(run: Run, model: nn.Layer, step: int) -> paddle.Tensor:
+    tokens = run.batch(step)
+    logits, side = model(tokens)
+    return F.cross_entropy(logits.reshape([-1, VOCABULARY]), tokens.reshape([-1])) + 0.1 * side
 
 
 @scenario

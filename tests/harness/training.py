@@ -1,4 +1,4 @@
-"""A training loop over random tokens, and what it left, for several tests. The harness itself does not import it, nor Paddle."""
+"""A training loop, and what it left, for several tests. The harness itself does not import it, nor Paddle."""
 
 from __future__ import annotations
 
@@ -25,21 +25,41 @@ def train_on_tokens(
     shape: tuple[int, int],
     alone: bool = False,
 ) -> list[float]:
-    """Train on this rank's rows of each step's random tokens, or ``alone`` on all, and return the losses over all rows.
+    """Do what :func:`train_on_rows` does, on random tokens.
 
     Args:
-        loss_of: the mean loss over rows of tokens.
-        optimizer: of the parameters that it uses.
-        steps: their numbers, which tokens depend on.
+        loss_of: see there; this and what isn't here.
+        optimizer: see there.
+        steps: see there.
         vocabulary: how many tokens there are.
-        shape: of a global batch: rows, which the number of ranks divides, and their length.
+        shape: of a global batch: rows, and their length.
+        alone: see there.
+    """
+    return train_on_rows(loss_of, optimizer, steps, lambda step: np.random.RandomState(step).randint(0, vocabulary, shape), alone=alone)
+
+
+def train_on_rows(
+    loss_of: Callable[[paddle.Tensor], paddle.Tensor],
+    optimizer: Any,
+    steps: range,
+    batch_of: Callable[[int], np.ndarray],
+    *,
+    alone: bool = False,
+) -> list[float]:
+    """Train on this rank's rows of each step's batch, or ``alone`` on all, and return the losses over all rows.
+
+    Args:
+        loss_of: the mean loss over rows.
+        optimizer: of the parameters that it uses.
+        steps: their numbers.
+        batch_of: returns a step's global batch, whose rows the number of ranks divides.
         alone: whether this process trains by itself.
     """
     rank, ranks = (0, 1) if alone else (this_rank().rank, this_rank().world_size)
-    rows = shape[0] // ranks
     losses = []
     for step in steps:
-        every = np.random.RandomState(step).randint(0, vocabulary, shape)
+        every = batch_of(step)
+        rows = len(every) // ranks
         loss = loss_of(paddle.to_tensor(every[rank * rows :][:rows]))
         loss.backward()
         optimizer.step()

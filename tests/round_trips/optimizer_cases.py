@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
-from harness import StatePiece, assemble, assert_equal_states, this_rank
+from harness import StatePiece, assemble, assert_equal_states
+from harness.training import held, train_on_rows
 from paddle import nn
 
 import paddle_fsdp_ckpt as ckpt
@@ -121,35 +121,16 @@ def build(variant: str, seed: int, sharded: bool = True) -> tuple[nn.Layer, Any]
 
 def train(model: nn.Layer, optimizer: Any, first: int, last: int) -> list[float]:
     """Train over the steps first to last, and return the losses over the global batch."""
-    place = this_rank()
-    world_size, rank = (place.world_size, place.rank) if runtime_of(model) is not None else (1, 0)
-    rows = ROWS // world_size
-    losses = []
-    for step in range(first, last):
-        batch = np.random.RandomState(step).standard_normal([ROWS, 3]).astype("float32")[rank * rows :][:rows]
-        x = paddle.to_tensor(batch)
-        loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        value = loss.detach().clone()
-        if world_size > 1:
-            dist.all_reduce(value)
-        losses.append(value.item() / world_size)
-    return losses
+    return train_on_rows(
+        lambda x: (model(x) - x.sum(-1, keepdim=True)).square().mean(),
+        optimizer,
+        range(first, last),
+        lambda step: np.random.RandomState(step).standard_normal([ROWS, 3]).astype("float32"),
+        alone=runtime_of(model) is None,
+    )
 
 
 State = dict[str, StatePiece]
-
-
-def held(model: nn.Layer, optimizer: Any) -> State:
-    """Copy what this rank holds; of bfloat16, numpy sees the bits."""
-    pieces = {}
-    for key, weight in {**ckpt.sharded_state_dict(model), **ckpt.optimizer_sharded_state_dict(optimizer)}.items():
-        flat = (weight.flattened_range.start, weight.flattened_range.stop) if weight.is_flattened else None
-        box = tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape)
-        pieces[key] = StatePiece(*box, flat, weight.local_tensor.numpy().copy())
-    return pieces
 
 
 def whole(ranks: Sequence[State]) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, ...]]]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, NewerFormatError, UnsafeCheckpointError
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MAX_HEADER_NBYTES
-from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES, decode_header, encode_header, header_nbytes, in_file_order
+from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, LENGTH_NBYTES, MAX_HEADER_NBYTES
+from paddle_fsdp_ckpt.storage.header import decode_header, encode_header, header_nbytes, in_file_order
 
 PIECES = [
     Piece("whole", "float32", (4, 6), (0, 0), (4, 6)),
