@@ -165,7 +165,7 @@ class ParameterShard:
                 "give the whole value"
             )
         self.unit.release()
-        self.unit.runtime.note_written(self, tensor)
+        self.unit.runtime.given_values.note(self, tensor)
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)

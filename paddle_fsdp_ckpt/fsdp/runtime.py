@@ -20,6 +20,7 @@ from paddle import nn
 from ..errors import CheckpointError, ShardingError, UnboundOptimizerError
 from ..layout import Layout
 from .communication import Communicator
+from .given_values import GivenValues
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .lost_writes import LostWrites
@@ -51,6 +52,7 @@ class Runtime:
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
+        given_values: what ``set_value`` was given since the last step.
         kept: what others worked out of this model and keep as long as it is sharded, by their own class. They see to it that it is not
             out of date.
     """
@@ -65,13 +67,13 @@ class Runtime:
         self.statistics: list[paddle.Tensor] = []
         # Alone, a rank has whole weights, so that what a forward writes to them past Paddle's counting stays.
         self.known_sums = KnownSums(are_trusted=not communicator.alone)
+        self.given_values = GivenValues(are_compared=communicator.overall_world_size > 1)
         self.kept: dict[type, Any] = {}
         self._gradient_mean = gradient_reduction == "mean"
         self._prefetcher = Prefetcher(prefetch)
         self._running_forwards = 0
         self._optimizers_stepping = 0
         self._journal = 0
-        self._written: dict[int, int] = {}
         self._lost_writes = LostWrites()
         self._gradient_marks: dict[int, paddle.Tensor] = {}
         self._failure: CheckpointError | None = None
@@ -101,11 +103,6 @@ class Runtime:
         """A step is about to use the gradients that there are."""
         for shard in self.shards:
             shard.is_unused, shard.is_left = False, shard.has_gradient
-
-    @property
-    def written(self) -> int:
-        """What stands for the values that ``set_value`` was last given since the last step, in whatever order; the same on every rank."""
-        return zlib.crc32(repr(sorted(self._written.items())).encode()) & 0xFFFFFF
 
     # Errors that Paddle would not let through where they are found.
 
@@ -361,13 +358,17 @@ class Runtime:
         frozen = bytes(shard.parameter.stop_gradient for shard in shards)
         # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
         present = bytes(shard.has_gradient for shard in shards)
-        alike = [self._journal, *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present)), self.written]
+        alike = [
+            self._journal,
+            *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present)),
+            self.given_values.checksum,
+        ]
         agreed = self.communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32))
         for largest, smallest, problem in zip(agreed[-10:-5], agreed[-5:], _DIFFERENCES, strict=True):
             if int(largest) != -int(smallest):
                 raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
         self._journal = 0
-        self._written.clear()
+        self.given_values.clear()
         written = int(agreed[len(flags) - 1])
         if written:
             raise ShardingError(
@@ -429,19 +430,6 @@ class Runtime:
         for observer in self.observers:
             observer.parameters_written(shards, maybe=maybe)
 
-    def note_written(self, shard: ParameterShard, value: paddle.Tensor) -> None:
-        """Remember which whole value a parameter was given on this rank, until it is compared with what the others were given."""
-        if self.communicator.overall_world_size > 1:
-            flat = value.detach().reshape([-1])
-            if flat.shape[0] > _SAMPLES:
-                flat = flat[:: flat.shape[0] // _SAMPLES]
-            self._written[shard.index] = zlib.crc32(flat.numpy().tobytes())
-
-    def forget_written(self, shards: Iterable[ParameterShard]) -> None:
-        """These parameters have other values now, which fit on all ranks."""
-        for shard in shards:
-            self._written.pop(shard.index, None)
-
     def memory_bytes(self) -> tuple[int, int]:
         """Return (bytes of this rank's shards, bytes of whole buffers), data and gradients together."""
         pairs = [buffer.memory_bytes() for buffer in self.buffers]
@@ -455,9 +443,6 @@ _DIFFERENCES = (
     "differ in which parameters have a gradient from before; call clear_grad alike on every rank",
     "gave set_value other values, or some none; call it on every rank with the same value, or load_full_state_dict(from_rank=0)",
 )
-
-_SAMPLES = 1 << 16
-"""How many elements of a value, about, stand for all of it when ranks compare what they were given."""
 
 
 class _BackwardCall:

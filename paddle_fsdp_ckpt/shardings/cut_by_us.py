@@ -32,7 +32,7 @@ class CutByUs(Sharding):
     @property
     def written(self) -> int:
         """The runtime's own."""
-        return self.runtime.written
+        return self.runtime.given_values.checksum
 
     @property
     def communicator(self) -> Communicator:
@@ -176,5 +176,5 @@ class CutByUs(Sharding):
             own = [shard for shard in unit.shards if not kept_names.intersection(shard.slot.names)]
             unit.changed(own)
             changed += own
-        self.runtime.forget_written(changed)
+        self.runtime.given_values.forget(changed)
         self.runtime.parameters_written([shard for shard in changed if id(shard) not in loaded])
