@@ -9,8 +9,8 @@ import paddle.distributed as dist
 from paddle import nn
 
 from .errors import ShardingError, listing
-from .fsdp import GradientReduction, check_model, shard_model, walk
-from .optim import bind_optimizer, check_optimizer, optimizer_list, parameter_groups
+from .fsdp import GradientReduction, Joined, check_model, shard_model, walk
+from .optim import bind_optimizer, check_holds_alike, check_optimizer, optimizer_list, parameter_groups
 
 _BIND_LATER: Any = object()
 
@@ -34,6 +34,10 @@ def fully_shard(
     skips must be in one unit with its neighbours, as an expert is in its block's. Buffers and BatchNorm's running statistics
     are not sharded: each rank has its own, and the statistics are averaged over the ranks at each step.
 
+    Different Parameter objects that are the same memory exactly (place, shape, strides, dtype), as after ``one._share_buffer_to(other)``,
+    are made one parameter: the layers get the first of the objects, and a warning names them. It is stepped once, with the sum of the
+    gradients of all its uses. Optimizers made before hold it once too. What shares memory in any other way is refused.
+
     Args:
         model: parameters of dtype float32, float64, float16 or bfloat16. Those made under ``paddle.LazyGuard`` get their initial values
             here, flat buffer by flat buffer, so that no rank ever holds the whole model, but its shards and twice a flat buffer.
@@ -54,15 +58,16 @@ def fully_shard(
 
     Raises:
         ShardingError: the model is sharded already, has no parameters, has parameters that can't be sharded, or differs between ranks;
-            or the groups don't fit together.
+            parameters that are the same memory have different settings; or the groups don't fit together.
         UnsupportedOptimizerError: the optimizer can't step a sharded model.
         RankFailedError: another rank raised one of these. Nothing was changed on any rank.
     """
     optimizers = optimizer_list(None if optimizer is _BIND_LATER else optimizer)
 
-    def check(about_to_shard: Collection[int]) -> list[str]:
+    def check(about_to_shard: Collection[int], to_join: Sequence[Joined]) -> list[str]:
         for one in optimizers:
             check_optimizer(one, about_to_shard)
+            check_holds_alike(one, to_join)
             if not any(id(parameter) in about_to_shard for group in parameter_groups(one) for parameter in group["params"]):
                 raise ShardingError(f"{type(one).__name__}: it holds no parameter of this model; give the optimizer that steps it")
         return [type(one).__name__ for one in optimizers]

@@ -1,5 +1,6 @@
 """Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable; and a reader of Paddle's own."""
 
+from .aliases import Joined, joined_to
 from .communication import Communicator
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
@@ -17,6 +18,7 @@ from .units import check_names, named_buffers, named_parameters, walk
 __all__ = [
     "Communicator",
     "GradientReduction",
+    "Joined",
     "KnownSums",
     "LiveBuffer",
     "PaddleRuntime",
@@ -30,6 +32,7 @@ __all__ = [
     "dtype_name",
     "elementwise",
     "is_elementwise_regularizer",
+    "joined_to",
     "local_parameters",
     "named_buffers",
     "named_parameters",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-import paddle
 import paddle.distributed as dist
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from ..errors import CheckpointError, ShardingError, listing
 from ..layout import ITEM_SIZES, build_flat_buffer
+from .aliases import Joined, check_memory, collect_aliases, join_aliases, joined_pairs, other_tensors
 from .hooks import ModelHooks
 from .live_buffer import LiveBuffer
 from .parameter import MAIN_GRAD, ShardedParameter
@@ -32,7 +33,7 @@ def shard_model(
     unit_layers: Sequence[type[nn.Layer] | str] | None,
     gradient_reduction: GradientReduction,
     prefetch: int,
-    check: Callable[[Collection[int]], Sequence[str]],
+    check: Callable[[Collection[int], Sequence[Joined]], Sequence[str]],
 ) -> Runtime:
     """Do what ``fully_shard`` promises, save binding the optimizers.
 
@@ -43,8 +44,8 @@ def shard_model(
         unit_layers: as for ``fully_shard``.
         gradient_reduction: as for ``fully_shard``.
         prefetch: as for ``fully_shard``.
-        check: called with the ids of the model's parameters before anything changes; raises what speaks against sharding them, and
-            returns what must be the same on every rank.
+        check: called with the ids of the model's parameters, and those that will be made one, before anything changes; raises what
+            speaks against that, and returns what must be the same on every rank.
     """
     communicator = open_communicator(group, replicate_group)
     described, error = "", None
@@ -54,14 +55,28 @@ def shard_model(
         if type(prefetch) is not int or prefetch < 0:
             raise ShardingError(f"prefetch is a number of units, from 0 on, not {prefetch!r:.100}")
         parameters = check_model(model)
-        plan = plan_units(model, unit_layers)
-        others = check({id(named.parameter) for named in parameters} | {id(buffer) for _, buffer in named_buffers(model)})
+        plan = plan_units(model, unit_layers, parameters)
+        objects = {id(one.parameter) for named in parameters for one in (named, *named.aliases)}
+        others = check(objects | {id(buffer) for _, buffer in named_buffers(model)}, joined_pairs(parameters))
         described = repr((_describe(model, parameters), [_outline(unit) for unit in plan.units], gradient_reduction, prefetch, others))
     except CheckpointError as one:
         error = one
     communicator.raise_together(error)
     communicator.check_same("the model", described)
+    _warn_of_aliases(parameters)
+    join_aliases(model, parameters)
     return _shard(model, plan, Runtime(communicator, gradient_reduction, prefetch))
+
+
+def _warn_of_aliases(parameters: Sequence[NamedParameter]) -> None:
+    groups = [" = ".join(f"'{one}'" for one in named.names) for named in parameters if named.aliases]
+    if groups:
+        warnings.warn(
+            f"fully_shard: different Parameter objects that are the same memory were made one parameter: {listing(groups)}. It has the "
+            "settings and hooks of the first object, and is stepped once, with the sum of the gradients of all its uses (Paddle would step "
+            "it once for each object: the same for SGD without weight decay and clipping, and another thing for the rest)",
+            stacklevel=4,
+        )
 
 
 def _describe(model: nn.Layer, parameters: Sequence[NamedParameter]) -> object:
@@ -169,7 +184,7 @@ def _by_kind(unit: UnitPlan) -> dict[str, list[NamedParameter]]:
 
 
 def check_model(model: nn.Layer) -> list[NamedParameter]:
-    """Return the parameters of a model that can be sharded.
+    """Return the parameters of a model that can be sharded, those that are the same memory as one.
 
     Raises:
         ShardingError: it has no parameters, is sharded already, or has parameters that can't be sharded.
@@ -212,34 +227,6 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
             f"buffers that train (stop_gradient=False), whose gradients nobody would reduce: {listing(training)}; make them parameters, by "
             "create_parameter, or set stop_gradient=True"
         )
-    _check_storage(model, parameters)
+    parameters = collect_aliases(parameters)
+    check_memory(parameters, other_tensors(model, parameters))
     return parameters
-
-
-def _check_storage(model: nn.Layer, parameters: Sequence[NamedParameter]) -> None:
-    """Refuse tensors that share a parameter's memory: they would stop following it."""
-    tensors = [(named.parameter, named.names[0], True) for named in parameters if named.parameter._is_initialized()]
-    tensors += [(tensor, name, False) for name, tensor in _other_tensors(model, parameters)]
-    places = sorted(
-        (int(one.data_ptr()), int(one.size) * int(one.element_size()), name, is_parameter) for one, name, is_parameter in tensors
-    )
-    end, before, before_is_parameter = 0, "", False
-    for start, nbytes, name, is_parameter in places:
-        if start < end and (is_parameter or before_is_parameter):
-            raise ShardingError(
-                f"'{before}' and '{name}' are different objects that share memory, and would stop following each other; to tie "
-                "parameters, let both layers hold the same one, and compute what is a view of one in the forward"
-            )
-        if start + nbytes > end:
-            end, before, before_is_parameter = start + nbytes, name, is_parameter
-
-
-def _other_tensors(model: nn.Layer, parameters: Sequence[NamedParameter]) -> Iterator[tuple[str, paddle.Tensor]]:
-    """Yield the buffers of a model, and tensors that its layers have as plain attributes."""
-    seen = {id(named.parameter) for named in parameters}
-    for prefix, layer in walk(model):
-        attributes = {name: value for name, value in vars(layer).items() if isinstance(value, paddle.Tensor)}
-        for name, tensor in {**layer._parameters, **layer._buffers, **attributes}.items():
-            if tensor is not None and id(tensor) not in seen and tensor.is_dense() and tensor._is_initialized():
-                seen.add(id(tensor))
-                yield join(prefix, name), tensor

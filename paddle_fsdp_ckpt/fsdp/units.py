@@ -18,10 +18,17 @@ ROOT = "(model)"
 
 @dataclass
 class NamedParameter:
-    """A parameter and all its structured names, in the order in which the model's layers are walked."""
+    """A parameter and all its structured names, in the order in which the model's layers are walked.
+
+    Attributes:
+        parameter: Paddle's.
+        names: all of them, those of ``aliases`` among them.
+        aliases: other Parameter objects that are exactly its memory, each with its own names; see :mod:`.aliases`.
+    """
 
     parameter: EagerParamBase
     names: list[str]
+    aliases: list[NamedParameter] = field(default_factory=list)
 
 
 @dataclass
@@ -102,7 +109,9 @@ def is_statistic(layer: nn.Layer, short_name: str) -> bool:
     return isinstance(layer, _NORMS_WITH_STATISTICS) and short_name in ("_mean", "_variance")
 
 
-def plan_units(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | None) -> ModelPlan:
+def plan_units(
+    model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | None, parameters: Sequence[NamedParameter] | None = None
+) -> ModelPlan:
     """Find the units of ``model``.
 
     Each repeated block (or each layer named by ``unit_layers``) is one unit; each remaining layer that has parameters of its
@@ -112,12 +121,14 @@ def plan_units(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | No
     Args:
         model: the model; not changed.
         unit_layers: layer classes or class names; None to find the repeated blocks.
+        parameters: those of the model; by default :func:`named_parameters`, without aliases.
 
     Raises:
         ShardingError: a class of ``unit_layers`` does not occur in the model.
     """
     blocks = _repeated_blocks(model) if unit_layers is None else _matching_layers(model, unit_layers)
-    names = {id(named.parameter): named for named in named_parameters(model)}
+    every = named_parameters(model) if parameters is None else parameters
+    known = {id(one.parameter): named for named in every for one in (named, *named.aliases)}
     unit_of: dict[int, UnitPlan] = {}
     plans: dict[int, UnitPlan] = {}
     needed: dict[int, HookedLayer] = {}
@@ -128,13 +139,14 @@ def plan_units(model: nn.Layer, unit_layers: Sequence[type[nn.Layer] | str] | No
         for short_name, parameter in layer._parameters.items():
             if parameter is None or is_statistic(layer, short_name):
                 continue
-            if id(parameter) not in unit_of:
+            named = known[id(parameter)]
+            if id(named) not in unit_of:
                 plan = plans.setdefault(id(unit_layer), UnitPlan(name or ROOT))
-                plan.parameters.append(names[id(parameter)])
-                unit_of[id(parameter)] = plan
+                plan.parameters.append(named)
+                unit_of[id(named)] = plan
             hooked = needed.setdefault(id(unit_layer), HookedLayer(unit_layer, []))
-            if not any(unit is unit_of[id(parameter)] for unit in hooked.units):
-                hooked.units.append(unit_of[id(parameter)])
+            if not any(unit is unit_of[id(named)] for unit in hooked.units):
+                hooked.units.append(unit_of[id(named)])
         for child_name, child in _children(layer):
             if id(child) not in above:
                 visit(join(prefix, child_name), child, block, (*above, id(layer)))

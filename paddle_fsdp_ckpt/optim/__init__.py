@@ -1,5 +1,6 @@
 """Optimizers on sharded models: what they keep, and how they step."""
 
+from .aliases import check_holds_alike
 from .binding import (
     bind_optimizer,
     binding_of,
@@ -41,6 +42,7 @@ __all__ = [
     "binding_of",
     "bound_optimizers",
     "check_bound",
+    "check_holds_alike",
     "check_is_optimizer",
     "check_optimizer",
     "clip_grad_norm_",

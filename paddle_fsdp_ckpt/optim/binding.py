@@ -13,6 +13,7 @@ import paddle
 from ..errors import ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp import ParameterShard, Runtime, ShardedParameter, is_elementwise_regularizer
 from ..fsdp.paddle_contexts import registered_context
+from .aliases import hold_once, joined_parameters
 from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
 from .hyperparameters import describe_hyperparameters
@@ -35,11 +36,14 @@ def bind_optimizer(optimizer: Any) -> None:
         optimizer: made before or after ``fully_shard``; all its parameters must belong to sharded models.
 
     Raises:
-        ShardingError: it holds parameters that are not sharded, or none.
+        ShardingError: it holds parameters that are not sharded, or none; or, of what ``fully_shard`` made one parameter, an object that
+            went and not the one that stays, or both with different settings.
         UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
     """
     if binding_of(optimizer) is None:
-        check_optimizer(optimizer)
+        check_is_optimizer(optimizer)
+        check_optimizer(optimizer, {id(one.alias) for one in joined_parameters(optimizer)})
+        hold_once(optimizer)
         _Binding(optimizer)
 
 
