@@ -75,8 +75,7 @@ def iter_full_parameters(
     sharding = sharding_of(model)
     is_wanted = _choice(include, exclude)
     if sharding.is_plain:
-        pairs = _plain_parameters(model, is_wanted, trainable_only) if receives(sharding, to_rank) else iter(())
-        return ((name, owned(tensor, tuple(tensor.shape), dtype, device)) for name, tensor in pairs)
+        return _iterate_plain(model, is_wanted, trainable_only, dtype, device) if receives(sharding, to_rank) else iter(())
     wanted = _wanted_slots(sharding, is_wanted, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
@@ -168,7 +167,9 @@ def _matcher(selection: Selection) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _plain_parameters(model: nn.Layer, is_wanted: Callable[[str], bool], trainable_only: bool) -> Iterator[tuple[str, paddle.Tensor]]:
+def _iterate_plain(
+    model: nn.Layer, is_wanted: Callable[[str], bool], trainable_only: bool, dtype: str | None, device: str | None
+) -> Iterator[tuple[str, paddle.Tensor]]:
     wanted = [
         (named.parameter, names)
         for named in named_parameters(model)
@@ -178,7 +179,9 @@ def _plain_parameters(model: nn.Layer, is_wanted: Callable[[str], bool], trainab
     for (parameter, names), digest in zip(wanted, before, strict=True):
         if _digest(parameter) != digest:
             raise ShardingError(_CHANGED)
-        yield from ((name, parameter.detach()) for name in names)
+        tensor = owned(parameter.detach(), tuple(parameter.shape), dtype, device)
+        yield from ((name, tensor) for name in names)
+        del tensor
 
 
 def _wanted_slots(sharding: Sharding, is_wanted: Callable[[str], bool], trainable_only: bool) -> list[tuple[FlatShard, list[Slot]]]:

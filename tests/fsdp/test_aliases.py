@@ -251,11 +251,12 @@ def refuse_all() -> dict[str, str]:
 def bound_later() -> dict[str, str]:
     """Optimizers made before, and bound after: of all, which is mended; of the object that went only; with other settings."""
     said: dict[str, str] = {}
-    for kind, make in {
+    optimizers: dict[str, Callable[[Net], Any]] = {
         "all": sgd,
         "part": lambda model: paddle.optimizer.SGD(parameters=[model.head.weight]),
         "decay": _decay_by_name,
-    }.items():
+    }
+    for kind, make in optimizers.items():
         model = shared()
         optimizer = make(model)
         with pytest.warns(UserWarning, match="made one parameter"):

@@ -394,5 +394,7 @@ def plain_model() -> None:
     right = values_of(model)
     assert_same(ckpt.full_state_dict(model), right if this_rank().rank == 0 else {})
     assert_same(ckpt.full_state_dict(model, to_rank=None, include=["head.*"]), {n: v for n, v in right.items() if n.startswith("head.")})
+    tensors = dict(ckpt.iter_full_parameters(model))
+    assert tensors["embed.weight"] is tensors["out.weight"]
     with pytest.raises(ckpt.ShardingError, match="set_state_dict"):
         ckpt.load_full_state_dict(model, right)

@@ -8,7 +8,8 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from fused_cases import Held, assert_goes_on_alike, cut_by_paddle, held, partly_frozen, train, whole
+from adapter_cases import cut
+from fused_cases import Blocks, Held, assert_goes_on_alike, cut_by_paddle, held, partly_frozen, train, whole
 from harness import RankPool, this_rank
 
 import paddle_fsdp_ckpt as ckpt
@@ -52,6 +53,29 @@ def scatter() -> None:
 
 def test_scatter(ranks: Ranks) -> None:
     ranks(2).run(scatter)
+
+
+def train_two_objects(one_memory: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Cut a model in which two Parameter objects have the same values, perhaps in one memory; return the whole weights, and after steps."""
+    paddle.seed(1)
+    model = Blocks()
+    first, second = (block.up.weight for block in model.blocks[:2])
+    second.set_value(first)
+    if one_memory:
+        first._share_buffer_to(second)
+    with cut(model):
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        before = {name: tensor.numpy() for name, tensor in ckpt.iter_full_parameters(model)}
+        train(model, optimizer, 0, 2)
+        return before, {name: tensor.numpy() for name, tensor in ckpt.iter_full_parameters(model)}
+
+
+def test_paddle_takes_objects_over_one_memory_apart_and_each_comes_out_as_it_trains(ranks: Ranks) -> None:
+    apart, shared = (ranks(2).run(train_two_objects, one_memory)[0] for one_memory in (False, True))
+    np.testing.assert_equal(shared, apart)
+    names = "blocks.0.up.weight", "blocks.1.up.weight"
+    before, after = (np.array_equal(*(found[name] for name in names)) for found in shared)
+    assert before and not after
 
 
 def gather_by_options() -> None:
