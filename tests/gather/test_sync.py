@@ -13,8 +13,8 @@ Ranks = Callable[[int], RankPool]
 
 
 def test_another_process_computes_the_trainers_logits(ranks: Ranks) -> None:
-    first, second = ranks(2).run(cases.train_and_hand_on)
-    adapters = {f"{layer}.{side}.weight" for layer in ("first", "second") for side in ("down", "up")}
+    first, second = ranks(2).run(cases.run_the_example, 3)
+    adapters = {f"{layer}.{side}.weight" for layer in (1, 2) for side in ("down", "up")}
     for number, ((names, logits, served), (other_names, *_)) in enumerate(zip(first, second, strict=True)):
         assert names == other_names
         assert (set(names) > adapters) if number == 0 else (set(names) == adapters)
