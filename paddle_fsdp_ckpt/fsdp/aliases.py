@@ -137,14 +137,14 @@ def check_memory(parameters: Sequence[NamedParameter], others: Iterable[tuple[st
 
 
 def _memory(parameter: EagerParamBase) -> tuple[object, ...] | None:
-    if not parameter._is_initialized() or not parameter.size:
+    if not parameter._is_initialized() or 0 in parameter.shape:
         return None
     return str(parameter.place), parameter.data_ptr(), tuple(parameter.shape), tuple(parameter.strides), str(parameter.dtype)
 
 
 def _extent(tensor: paddle.Tensor) -> int:
     """Return over how many bytes a tensor's elements lie."""
-    if not tensor.size:
+    if 0 in tensor.shape:
         return 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.strides, strict=True))
     return (int(last) + 1) * int(tensor.element_size())
