@@ -93,22 +93,20 @@ def joined_to(parameter: Any) -> Joined | None:
     return None if kept() is None else Joined(name, kept(), alias_name, parameter)
 
 
-def other_tensors(model: nn.Layer, parameters: Iterable[NamedParameter]) -> Iterator[tuple[str, paddle.Tensor]]:
-    """Yield all tensors with memory that a model's layers hold but ``parameters``: buffers, statistics, and plain attributes."""
+def other_tensors(model: nn.Layer, parameters: Sequence[NamedParameter]) -> Iterator[tuple[str, paddle.Tensor]]:
+    """Yield all tensors with memory that a model's layers hold beside ``parameters``: buffers, statistics, and plain attributes."""
+    own = {id(named.parameter) for named in parameters}
+    every = own | {id(one.parameter) for named in parameters for one in named.aliases}
     seen: set[int] = set()
-    aliases: set[int] = set()
-    for named in parameters:
-        seen.add(id(named.parameter))
-        aliases.update(id(one.parameter) for one in named.aliases)
     for prefix, layer in walk(model):
         attributes = {name: value for name, value in vars(layer).items() if isinstance(value, paddle.Tensor)}
-        for name, tensor in {**layer._parameters, **layer._buffers, **attributes}.items():
-            if tensor is None or id(tensor) in seen or not tensor.is_dense() or not tensor._is_initialized():
-                continue
-            if name in layer._parameters and id(tensor) in aliases:
-                continue
-            seen.add(id(tensor))
-            yield join(prefix, name), tensor
+        for held, known in ((layer._parameters, every), (layer._buffers, set()), (attributes, own)):
+            for name, tensor in held.items():
+                if tensor is None or id(tensor) in known or id(tensor) in seen:
+                    continue
+                if tensor.is_dense() and tensor._is_initialized():
+                    seen.add(id(tensor))
+                    yield join(prefix, name), tensor
 
 
 def check_memory(parameters: Sequence[NamedParameter], others: Iterable[tuple[str, paddle.Tensor]]) -> None:
@@ -151,7 +149,7 @@ def _extent(tensor: paddle.Tensor) -> int:
 
 
 def _why_not_one(one: Any, other: Any, parameters: Collection[int]) -> str:
-    if not {id(one), id(other)}.issubset(parameters):
+    if one is other or not {id(one), id(other)}.issubset(parameters):
         return "one of them is no parameter, but a buffer or an attribute"
     facts = {
         "place in the memory": (one.data_ptr(), other.data_ptr()),

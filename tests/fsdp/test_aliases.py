@@ -183,6 +183,12 @@ def _buffer(model: Net) -> None:
     model.blocks[0].register_buffer("same", model.blocks[0].up.weight.detach())
 
 
+def _frozen_buffer(model: Net) -> None:
+    frozen = model.blocks[0].up.weight
+    frozen.stop_gradient = True
+    model.blocks[1]._buffers["same"] = frozen
+
+
 def _attribute(model: Net) -> None:
     model.blocks[0].__dict__["kept"] = model.head.weight
 
@@ -222,6 +228,7 @@ REFUSED: dict[str, tuple[Callable[[Net], Any], str]] = {
     "other place": (_other_memory(lambda t: t[1:]), "and these differ in place in the memory, shape; to tie parameters"),
     "other dtype": (_other_memory(lambda t: t.view("float16")), "and these differ in shape, strides, dtype; to tie parameters"),
     "a buffer": (_buffer, "'blocks.0.same' and 'blocks.0.up.weight' are different objects that share memory"),
+    "itself as a buffer": (_frozen_buffer, "share memory, and would stop following each other: one of them is no parameter, but a buffer"),
     "an attribute": (_attribute, "one of them is no parameter, but a buffer or an attribute; to tie parameters"),
     "decay by name": (_decay_by_name, "AdamW: " + SETTINGS + "it steps them by different settings: weight_decay (0.01 and 0.0)"),
     "other group": (_other_betas, "it steps them by different settings: beta1 (0.9 and 0.5)"),
