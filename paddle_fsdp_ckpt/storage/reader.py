@@ -1,19 +1,21 @@
 """Carry out a read plan: compare what is stored twice, then read straight into the destinations, checking digests as bytes pass.
 
-Files are read in whole chunks, since a digest is of a whole chunk: what of a chunk nobody wants goes into scratch memory. Where there
-are no digests, as in Hugging Face's files, only small gaps are read over.
+Files are read in whole chunks, since a digest is of a whole chunk: what of a chunk nobody wants goes into scratch memory, and a chunk
+of many small values goes there as a whole and is copied from there. Where there are no digests, as in Hugging Face's files, only small
+gaps are read over.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError
+from .addresses import address_of, bytes_at, copy
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .format import DTYPE_NBYTES
@@ -24,17 +26,26 @@ _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
 _READERS = 2
 _LARGEST_GAP = 1 << 16  # from a disk, to read over one of 8 to 56 KiB took 0.2 to 0.7 of the time that calls for what is around it took
+_MOST_DIRECT = 64  # places in one chunk: to copy a few kilobytes costs less than to hand them to the system one by one
 _CHUNKS_A_READER = 16  # many, since to change threads costs more than to read a chunk
 UNCHANGED = "nothing was changed"
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
 """What a failure while reading leaves behind, in words."""
 
 
-class _Range(NamedTuple):
-    """Bytes of one file, where to read them to, and the key they belong to."""
+class FileRange(NamedTuple):
+    """Bytes of one file, and where to read them to.
+
+    Attributes:
+        offset: first byte in the file.
+        address: of the memory that takes the first one; see :mod:`.addresses`.
+        nbytes: how many there are, at least 1.
+        key: which they belong to, for messages.
+    """
 
     offset: int
-    buffer: memoryview
+    address: int
+    nbytes: int
     key: str
 
 
@@ -43,7 +54,7 @@ class _ChunkRead(NamedTuple):
 
     chunk: Chunk
     key: str
-    wanted: list[_Range]
+    wanted: list[FileRange]
 
 
 def check_duplicates(plan: ReadPlan) -> None:
@@ -73,13 +84,17 @@ def differing_duplicates(index: CheckpointIndex, duplicates: Iterable[Duplicate]
         IncompleteCheckpointError: a file vanished.
     """
     for batch in _batches(duplicates):
-        ranges: dict[int, list[_Range]] = {}
+        ranges: dict[int, list[FileRange]] = {}
         pairs = []
         for duplicate in batch:
             one, other = bytearray(duplicate.nbytes), bytearray(duplicate.nbytes)
             pairs.append((one, other))
-            ranges.setdefault(duplicate.file, []).append(_Range(duplicate.file_offset, memoryview(one), duplicate.key))
-            ranges.setdefault(duplicate.other_file, []).append(_Range(duplicate.other_offset, memoryview(other), duplicate.key))
+            for file, offset, copied in (
+                (duplicate.file, duplicate.file_offset, one),
+                (duplicate.other_file, duplicate.other_offset, other),
+            ):
+                part = FileRange(offset, address_of(copied), duplicate.nbytes, duplicate.key)
+                ranges.setdefault(file, []).append(part)
         for file, wanted in ranges.items():
             _read_file(index, file, wanted, UNCHANGED)
         for duplicate, (one, other) in zip(batch, pairs, strict=True):
@@ -134,17 +149,40 @@ def execute_read(
         IncompleteCheckpointError: a file vanished; some destinations may have been written to.
         OSError: the system refused; some destinations may have been written to.
     """
-    buffers = _check_destinations(plan, destinations)
+    addresses = _check_destinations(plan, destinations)
     keys = [target.key for target in plan.targets]
-    for file, reads in sorted(plan.reads.items()):
-        ranges = [_Range(offset, buffers[target][start : start + nbytes], keys[target]) for offset, target, start, nbytes in reads]
-        _read_file(plan.index, file, ranges, consequence, check_digests, on_read)
+    ranges = {
+        file: [FileRange(offset, addresses[target] + start, nbytes, keys[target]) for offset, target, start, nbytes in reads]
+        for file, reads in plan.reads.items()
+    }
+    read_ranges(plan.index, ranges, consequence, check_digests=check_digests, on_read=on_read)
 
 
-def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> list[memoryview]:
+def read_ranges(
+    index: CheckpointIndex,
+    ranges: Mapping[int, Iterable[FileRange]],
+    consequence: str = PARTIAL_STATE,
+    *,
+    check_digests: bool = True,
+    on_read: Callable[[int], None] | None = None,
+) -> None:
+    """Read ranges of files straight into memory that the caller keeps alive; else as :func:`execute_read`.
+
+    Args:
+        index: what the checkpoint holds.
+        ranges: position of a file in the index -> what to read of it. No two may have memory in common.
+        consequence: see :func:`execute_read`; so are the rest, and what is raised.
+        check_digests: see there.
+        on_read: see there.
+    """
+    for file, wanted in sorted(ranges.items()):
+        _read_file(index, file, wanted, consequence, check_digests, on_read)
+
+
+def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> list[int]:
     if len(destinations) != len(plan.targets):
         raise ValueError(f"there are {len(plan.targets)} targets and {len(destinations)} destinations; give each target one")
-    buffers = []
+    addresses = []
     for target, destination in zip(plan.targets, destinations, strict=True):
         buffer = as_bytes(destination, target.key, "the destination of '{}'")
         nbytes = target.numel * DTYPE_NBYTES[target.dtype]
@@ -152,8 +190,8 @@ def _check_destinations(plan: ReadPlan, destinations: Sequence[memoryview]) -> l
             raise ValueError(f"the destination of '{target.key}' has {len(buffer)} bytes, and its target {nbytes}")
         if buffer.readonly and nbytes:
             raise ValueError(f"the destination of '{target.key}' is read-only")
-        buffers.append(buffer)
-    return buffers
+        addresses.append(address_of(buffer) if nbytes else 0)
+    return addresses
 
 
 def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
@@ -175,7 +213,7 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
 def _read_file(
     index: CheckpointIndex,
     file: int,
-    ranges: Iterable[_Range],
+    ranges: Iterable[FileRange],
     consequence: str,
     check_digests: bool = True,
     on_read: Callable[[int], None] | None = None,
@@ -237,61 +275,65 @@ def _in_lists(reads: Iterable[_ChunkRead], length: int) -> Iterator[list[_ChunkR
         yield part
 
 
-def _layers(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
+def _layers(ranges: Iterable[FileRange]) -> Iterator[list[FileRange]]:
     """Yield the ranges, none of them empty, in as many lists as it takes that no two in a list overlap; in ascending order."""
-    rest = sorted(ranges, key=lambda wanted: wanted.offset)
+    rest = sorted(ranges)
     while rest:
-        layer: list[_Range] = []
-        later: list[_Range] = []
+        layer: list[FileRange] = []
+        later: list[FileRange] = []
         end = 0
         for wanted in rest:
             if wanted.offset < end:
                 later.append(wanted)
             else:
                 layer.append(wanted)
-                end = wanted.offset + len(wanted.buffer)
+                end = wanted.offset + wanted.nbytes
         yield layer
         rest = later
 
 
-def _by_chunk(layer: Sequence[_Range], size: int, header_nbytes: int) -> Iterator[_ChunkRead]:
+def _by_chunk(layer: Sequence[FileRange], size: int, header_nbytes: int) -> Iterator[_ChunkRead]:
     """Yield the chunks that the ranges touch, with the ranges cut at the ends of the chunks."""
     current: Chunk | None = None
-    inside: list[_Range] = []
-    for offset, buffer, key in layer:
-        for number in chunks_of(offset, offset + len(buffer), header_nbytes):
+    inside: list[FileRange] = []
+    for wanted in layer:
+        offset, address, nbytes, key = wanted
+        if current is not None and offset + nbytes <= current.stop:
+            inside.append(wanted)
+            continue
+        for number in chunks_of(offset, offset + nbytes, header_nbytes):
             if current is None or number != current.number:
                 if current is not None:
                     yield _ChunkRead(current, inside[0].key, inside)
                 current, inside = chunk(number, size, header_nbytes), []
-            start = max(offset, current.start)
-            inside.append(_Range(start, buffer[start - offset : current.stop - offset], key))
+            start, stop = max(offset, current.start), min(offset + nbytes, current.stop)
+            inside.append(FileRange(start, address + start - offset, stop - start, key))
     if current is not None:
         yield _ChunkRead(current, inside[0].key, inside)
 
 
 def _without_gaps(read: _ChunkRead) -> Iterator[_ChunkRead]:
     """Yield the parts of a chunk that somebody wants, those with small gaps between them as one."""
-    part: list[_Range] = []
+    part: list[FileRange] = []
     end = read.chunk.start
     for wanted in read.wanted:
         if part and wanted.offset - end > _LARGEST_GAP:
             yield _ChunkRead(Chunk(read.chunk.number, part[0].offset, end), part[0].key, part)
             part = []
         part.append(wanted)
-        end = wanted.offset + len(wanted.buffer)
+        end = wanted.offset + wanted.nbytes
     yield _ChunkRead(Chunk(read.chunk.number, part[0].offset, end), part[0].key, part)
 
 
-def _fill(one: Chunk, wanted: Sequence[_Range], scratch: memoryview) -> list[memoryview]:
+def _fill(one: Chunk, wanted: Sequence[FileRange], scratch: memoryview) -> list[memoryview]:
     """Return the buffers that take all bytes of a chunk: those of the ranges, and scratch memory between them."""
     buffers: list[memoryview] = []
     end = one.start
-    for offset, buffer, _ in wanted:
+    for offset, address, nbytes, _ in wanted:
         if offset > end:
             buffers.append(scratch[end - one.start : offset - one.start])
-        buffers.append(buffer)
-        end = offset + len(buffer)
+        buffers.append(bytes_at(address, nbytes))
+        end = offset + nbytes
     if end < one.stop:
         buffers.append(scratch[end - one.start : one.stop - one.start])
     return buffers
@@ -305,7 +347,9 @@ def _read_chunk(
     is_checked = check_digests and bool(record.digests)
     state = new_digest()
     end = start
-    for group in in_groups(_fill(read.chunk, read.wanted, scratch), CACHED_NBYTES if is_checked else CHUNK_NBYTES):
+    is_copied = len(read.wanted) > _MOST_DIRECT
+    buffers = [scratch[: stop - start]] if is_copied else _fill(read.chunk, read.wanted, scratch)
+    for group in in_groups(buffers, CACHED_NBYTES if is_checked else CHUNK_NBYTES):
         nbytes = sum(map(len, group))
         count = read_all(descriptor, group, end)
         end += count
@@ -322,3 +366,7 @@ def _read_chunk(
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
             "another checkpoint"
         )
+    if is_copied:
+        scratch_address = address_of(scratch) - start
+        for offset, address, nbytes, _ in read.wanted:
+            copy(address, scratch_address + offset, nbytes)
