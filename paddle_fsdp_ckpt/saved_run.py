@@ -85,6 +85,8 @@ class SavedRun:
 
     def with_tied_names(self) -> SavedRun:
         """Return the same with all names of tied parameters, not only the first ones, among those that optimizers held."""
+        if not self.tied:
+            return self
         groups = {name: names for names in self.tied or () for name in names}
 
         def spread(names: Iterable[str]) -> set[str]:
@@ -234,4 +236,4 @@ def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
 def hyperparameter_differences(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
     """Say in words which hyper-parameters were saved otherwise, parameter by parameter. They are left as they are."""
     saved = [group for one in run.optimizers for group in one.groups]
-    return differences(saved, [group for stepper in steppers for group in stepper.hyperparameters()]) if saved else []
+    return differences(saved, [group for stepper in steppers for group in stepper.first_hyperparameters]) if saved else []

@@ -10,7 +10,7 @@ from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharded_weights import elementwise, replicated
 from .sharding import check_model, local_parameters, shard_model, unshard_model
-from .tensors import dtype_name
+from .tensors import dtype_name, dtype_names, lie_on_host
 from .topology import default_ranks
 from .unit import Unit
 from .units import check_names, named_buffers, named_parameters, walk
@@ -30,18 +30,8 @@ __all__ = [
     "check_names",
     "default_ranks",
     "dtype_name",
+    "dtype_names",
     "elementwise",
     "is_elementwise_regularizer",
     "joined_to",
-    "local_parameters",
-    "named_buffers",
-    "named_parameters",
-    "paddle_group",
-    "paddle_runtime",
-    "paddle_runtime_of",
-    "replicated",
-    "runtime_of",
-    "shard_model",
-    "unshard_model",
-    "walk",
-]
+    "lie_on_host",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,27 @@ from ..layout import Range
 def dtype_name(tensor: paddle.Tensor) -> str:
     """Return Paddle's dtype name, such as ``float32``."""
     return _name_of(tensor.dtype)
+
+
+def dtype_names(tensors: Sequence[paddle.Tensor]) -> list[str]:
+    """Return the same of each of many tensors."""
+    # Paddle has one object for each dtype, and takes long to compare them.
+    dtypes = [tensor.dtype for tensor in tensors]
+    names = {number: _name_of(dtype) for number, dtype in {id(one): one for one in dtypes}.items()}
+    return [names[id(one)] for one in dtypes]
+
+
+def lie_on_host(tensors: Sequence[paddle.Tensor]) -> bool:
+    """Tell whether the values of all tensors are in this host's memory, those of each one behind the other."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    # To ask each tensor takes several times as long as all else that is asked of it.
+    return _is_host_only() or all(tensor.place.is_cpu_place() for tensor in tensors)
+
+
+def _is_host_only() -> bool:
+    """Tell whether this Paddle knows no other memory than the host's."""
+    return not (paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu() or paddle.device.get_all_custom_device_type())
 
 
 @lru_cache

@@ -205,7 +205,7 @@ def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base
         run.step,
         run.world_size,
         run.extra_state,
-        len(plan.targets),
+        plan.reading.count,
         parts=[part for part in PARTS if part in options.parts],
         without_state=plan.without_state,
         not_asked_for=plan.not_asked_for,

@@ -27,8 +27,9 @@ from ..storage.reader import differing_duplicates, verify_first
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import Stepper, Subjects
+from .exact import plan_exact_load
 from .options import LoadOptions, Patterns, map_names, unused_prefixes
-from .planned import LoadPlan, Target, counter_of, read_targets
+from .planned import LoadPlan, Target, TargetReading, counter_of, read_targets
 from .report import CastKey, LoadNotes
 from .saved_names import RenamedCheckpoint, rename_checkpoint
 
@@ -54,6 +55,9 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: Pr
     mapped = map_names(options.key_map, names)
     index, damaged = _open(path, options)
     saved = rename_checkpoint(index, read_saved_run(index), damaged, {name: mapped.get(name, name) for name in names})
+    exact = None if damaged or mapped else plan_exact_load(index, saved.run, subjects, options)
+    if exact is not None:
+        return exact
     planner = _Planner(saved, subjects, options, progress)
     planner.plan_model()
     planner.plan_optimizers()
@@ -286,8 +290,7 @@ class _Planner:
             self.run,
             self.options,
             self.wanted,
-            targets,
-            reads,
+            TargetReading(targets, reads),
             self.state_loads,
             problems,
             LoadNotes(missing, sorted(left_out), self._casts(targets), self.started_afresh, used),

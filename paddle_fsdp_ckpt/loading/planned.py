@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import paddle
 
@@ -20,10 +20,23 @@ from ..storage.casts import read_cast
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems
-from ..storage.reader import execute_read
+from ..storage.reader import FileRange, execute_read, read_ranges
 from ..subjects import Subjects
 from .options import LoadOptions
 from .report import LoadNotes
+
+
+class Reading(Protocol):
+    """What a load reads, and into what."""
+
+    @property
+    def count(self) -> int:
+        """How many keys are loaded."""
+        ...
+
+    def read(self, index: CheckpointIndex, progress: ProgressLine, *, check_digests: bool) -> None:
+        """Read everything into its place."""
+        ...
 
 
 class Target(NamedTuple):
@@ -47,6 +60,43 @@ class Target(NamedTuple):
         return self.piece.key
 
 
+@dataclass(frozen=True, eq=False)
+class TargetReading:
+    """Targets, each for itself: what is read for each of them, in the dtypes of the checkpoint."""
+
+    targets: list[Target]
+    reads: ReadPlan
+
+    @property
+    def count(self) -> int:
+        """How many keys are loaded."""
+        return len(self.targets)
+
+    def read(self, index: CheckpointIndex, progress: ProgressLine, *, check_digests: bool) -> None:
+        """Read everything into its place."""
+        read_targets(index, self.targets, self.reads, progress, check_digests=check_digests)
+
+
+@dataclass(frozen=True, eq=False)
+class RangeReading:
+    """Ranges of files that are what the memory behind the tensors holds.
+
+    Attributes:
+        count: how many keys are loaded.
+        ranges: position of a file in the index -> what to read of it.
+        tensors: what keeps the memory where it is.
+    """
+
+    count: int
+    ranges: dict[int, list[FileRange]]
+    tensors: list[paddle.Tensor]
+
+    def read(self, index: CheckpointIndex, progress: ProgressLine, *, check_digests: bool) -> None:
+        """Read everything into its place."""
+        nbytes = sum(one.nbytes for some in self.ranges.values() for one in some) if progress.is_shown else 0
+        read_ranges(index, self.ranges, check_digests=check_digests, on_read=progress.counter(nbytes) if nbytes else None)
+
+
 @dataclass(frozen=True)
 class LoadPlan:
     """What one rank will read, and into what. It must not be carried out where any rank has problems.
@@ -56,8 +106,7 @@ class LoadPlan:
         run: what it says about its run, by the names of the objects.
         options: what may differ.
         subjects: what is loaded: the parts that were chosen, of the objects that were given.
-        targets: what is loaded into.
-        reads: what is read for each of the targets, in the dtypes of the checkpoint.
+        reading: what is read, and into what.
         state_loads: one an optimizer.
         problems: of this rank.
         notes: what this rank has to report.
@@ -74,8 +123,7 @@ class LoadPlan:
     run: SavedRun
     options: LoadOptions
     subjects: Subjects
-    targets: list[Target]
-    reads: ReadPlan
+    reading: Reading
     state_loads: Sequence[StateLoad]
     problems: ReadProblems
     notes: LoadNotes
@@ -104,7 +152,7 @@ class LoadPlan:
     def read(self, progress: ProgressLine) -> None:
         """Read everything into its place."""
         with progress:
-            read_targets(self.index, self.targets, self.reads, progress, check_digests=self.options.check_digests)
+            self.reading.read(self.index, progress, check_digests=self.options.check_digests)
         for one in self.state_loads:
             one.finish()
 

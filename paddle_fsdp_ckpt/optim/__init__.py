@@ -20,11 +20,13 @@ from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_s
 from .parameters import SteppedParameter, WholeParameter, optimizer_list, parameter_groups, whole_parameters
 from .registry import (
     OptimizerState,
+    StateColumn,
     check_bound,
     create_states,
     drop_states,
     init_optimizer_state,
     optimizer_states,
+    state_columns,
     states_restored_on_error,
 )
 from .schedule import describe_learning_rate, describe_scheduler, restore_learning_rate, restore_scheduler
@@ -34,6 +36,7 @@ __all__ = [
     "OptimizerEntry",
     "OptimizerState",
     "PaddleRepair",
+    "StateColumn",
     "StateKind",
     "SteppedParameter",
     "WholeParameter",
@@ -66,6 +69,7 @@ __all__ = [
     "restore_learning_rate",
     "restore_scheduler",
     "split_weight_decay",
+    "state_columns",
     "states_restored_on_error",
     "unbind_optimizer",
     "whole_parameters",

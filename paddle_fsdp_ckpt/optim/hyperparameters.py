@@ -94,10 +94,17 @@ def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[st
     before = {name: entry for entry in saved for name in entry["parameters"]}
     found: dict[tuple[str, str, str, str], list[str]] = {}
     for entry in now:
+        unequal: dict[int, list[tuple[str, str, str, str]]] = {}
         for name in entry["parameters"]:
-            if name in before:
-                for what, was, is_now in _unequal(before[name], entry):
-                    found.setdefault((entry["optimizer"], what, json.dumps(was), json.dumps(is_now)), []).append(name)
+            other = before.get(name)
+            if other is None:
+                continue
+            if id(other) not in unequal:
+                unequal[id(other)] = [
+                    (entry["optimizer"], what, json.dumps(was), json.dumps(is_now)) for what, was, is_now in _unequal(other, entry)
+                ]
+            for difference in unequal[id(other)]:
+                found.setdefault(difference, []).append(name)
     return [
         f"{optimizer}, {len(names)} parameter{'s' * (len(names) > 1)} ({'first ' * (len(names) > 1)}'{names[0]}'): "
         f"{what} was saved as {_shown(was)} and is {_shown(is_now)} now"

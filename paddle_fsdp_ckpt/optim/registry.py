@@ -49,6 +49,23 @@ class OptimizerState:
         return f"{self.shard.slot.name}.{self.suffix}"
 
 
+@dataclass(frozen=True, eq=False)
+class StateColumn:
+    """One state of all parameters that have it and of which this rank keeps a piece; see :class:`OptimizerState`.
+
+    Attributes:
+        suffix: what follows a parameter's name in the state's key.
+        kind: one value an element, several, or one a parameter.
+        shards: the parameters.
+        tensors: the live tensor of each.
+    """
+
+    suffix: str
+    kind: StateKind
+    shards: list[SteppedParameter]
+    tensors: list[paddle.Tensor]
+
+
 def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | None = None) -> list[OptimizerState]:
     """Return the states that an optimizer has of the parameters of which this rank keeps a piece.
 
@@ -63,26 +80,38 @@ def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | No
     if parameters is None:
         check_bound(optimizer)
         parameters = optimizer_shards(optimizer)
+    return [
+        OptimizerState(shard, column.suffix, column.kind, tensor)
+        for column in state_columns(optimizer, parameters)
+        for shard, tensor in zip(column.shards, column.tensors, strict=True)
+    ]
+
+
+def state_columns(optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[StateColumn]:
+    """Return what :func:`optimizer_states` does, those with the same suffix together: accumulators first, as Paddle files them.
+
+    Raises:
+        UnsupportedOptimizerError: see there.
+    """
     kinds = entry_of(optimizer).states
     shards = [shard for shard in parameters if shard.range.numel]
     masters = optimizer._master_weights
     owners = [_state_owner(optimizer, shard) for shard in shards]
-    states: list[OptimizerState] = []
     check_states_known(optimizer)
-    for accumulator, tensors in optimizer._accumulators.items():
-        state = state_name(optimizer, accumulator)
-        for shard, owner in zip(shards, owners, strict=True):
-            tensor = tensors.get(owner)
-            if tensor is not None:
-                states.append(OptimizerState(shard, f"{state}_0", kinds[state], tensor))
-    states += [
-        OptimizerState(shard, MASTER_WEIGHT_KEY, StateKind.ELEMENTWISE, masters[shard.parameter.name])
-        for shard in shards
-        if shard.parameter.name in masters
+    tables = [
+        (f"{state}_0", kinds[state], [tensors.get(owner) for owner in owners])
+        for accumulator, tensors in optimizer._accumulators.items()
+        if (state := state_name(optimizer, accumulator)) in kinds
     ]
-    for one in states:
-        _check_shape(one)
-    return states
+    tables.append((MASTER_WEIGHT_KEY, StateKind.ELEMENTWISE, [masters.get(shard.parameter.name) for shard in shards]))
+    columns = []
+    for suffix, kind, tensors in tables:
+        there = [(shard, tensor) for shard, tensor in zip(shards, tensors, strict=True) if tensor is not None]
+        for shard, tensor in there:
+            _check_shape(shard, suffix, kind, tensor)
+        if there:
+            columns.append(StateColumn(suffix, kind, [shard for shard, _ in there], [tensor for _, tensor in there]))
+    return columns
 
 
 def init_optimizer_state(optimizer: Any) -> None:
@@ -100,7 +129,9 @@ def init_optimizer_state(optimizer: Any) -> None:
 def create_states(optimizer: Any, wanted: Iterable[SteppedParameter]) -> None:
     """Create the states of those parameters that have none and of which this rank keeps a piece."""
     block = paddle.static.default_main_program().global_block()
-    ids = {id(one.parameter) for one in wanted if one.range.numel}
+    # Paddle passes these over too, one by one.
+    created = optimizer._already_create_accumulator
+    ids = {id(one.parameter) for one in wanted if one.range.numel and one.parameter.name not in created}
     for group in parameter_groups(optimizer):
         chosen = [parameter for parameter in group["params"] if id(parameter) in ids]
         if not chosen:
@@ -178,15 +209,15 @@ def check_bound(optimizer: Any) -> None:
         )
 
 
-def _check_shape(state: OptimizerState) -> None:
-    shape = list(state.tensor.shape)
-    if state.kind is StateKind.SCALAR:
+def _check_shape(shard: SteppedParameter, suffix: str, kind: StateKind, tensor: paddle.Tensor) -> None:
+    shape = list(tensor.shape)
+    if kind is StateKind.SCALAR:
         fits = shape in ([], [1])
     else:
-        layers = shape[:1] if state.kind is StateKind.STACKED else []
-        one = list(state.shard.slot.shape) if isinstance(state.shard, WholeParameter) else [state.shard.range.numel]
+        layers = shape[:1] if kind is StateKind.STACKED else []
+        one = list(shard.slot.shape) if isinstance(shard, WholeParameter) else [shard.range.numel]
         fits = shape == [*layers, *one]
     if not fits:
         raise UnsupportedOptimizerError(
-            f"state '{state.suffix}' of '{state.shard.slot.name}' has shape {shape}, and is {state.kind.value}; it can't be saved right"
+            f"state '{suffix}' of '{shard.slot.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
         )

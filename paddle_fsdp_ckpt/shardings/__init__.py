@@ -6,11 +6,12 @@ What differs between these for state dicts, ``save`` and ``load`` is here, and n
 from .cut_by_us import CutByUs
 from .finding import init_states, ranks_of, sharding_of, sharding_of_optimizers, states_of
 from .plain import Plain
-from .sharding import FlatShard, LiveTables, Sharding, StateLoad
+from .sharding import FlatShard, LivePlaces, LiveTables, Sharding, StateLoad
 
 __all__ = [
     "CutByUs",
     "FlatShard",
+    "LivePlaces",
     "LiveTables",
     "Plain",
     "Sharding",

@@ -81,6 +81,29 @@ class LiveTables:
     tensors: list[paddle.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class LivePlaces:
+    """Where this rank keeps values of several keys, in this host's memory; entry ``i`` of each list is of the same key.
+
+    Attributes:
+        keys: state dict keys.
+        dtypes: Paddle's dtype names.
+        shapes: of the whole tensors.
+        starts: which of the flattened whole tensor's elements are kept, from here on ...
+        stops: ... up to here.
+        addresses: of the memory that holds just these elements, one behind the other.
+        tensors: what keeps that memory where it is.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    starts: list[int]
+    stops: list[int]
+    addresses: list[int]
+    tensors: list[paddle.Tensor]
+
+
 class Sharding(ABC):
     """How a model, and the optimizers that step it, are kept by the ranks."""
 
@@ -170,6 +193,21 @@ class Sharding(ABC):
 
         Raises:
             ShardingError: the model was written to in a way that would be lost.
+        """
+        return None
+
+    def live_places(
+        self, buffers: Sequence[tuple[str, paddle.Tensor]], steppers: Sequence[tuple[Any, Sequence[SteppedParameter]]]
+    ) -> list[LivePlaces] | None:
+        """Return where this rank keeps all that :meth:`model_weights` and :meth:`states` describe; None where it can't be said so.
+
+        Args:
+            buffers: the model's, by name.
+            steppers: each optimizer, and the parameters that it holds.
+
+        Raises:
+            ShardingError: the model was written to in a way that would be lost.
+            UnsupportedOptimizerError: an optimizer has a state that is not known.
         """
         return None
 
