@@ -6,6 +6,7 @@ under the same names, each at the same address, of the same shape and dtype. Oth
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,9 +17,11 @@ import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .host_memory import bytes_of, direct_bytes, is_direct, nbytes_of
+from .layout import Range
 from .pieces import Piece
 from .shardings import LiveTables
 from .state_dict import weights_to_store
+from .storage.addresses import bytes_at
 from .storage.flex import piece_of
 from .storage.format import DTYPE_NBYTES, FileRecord
 from .storage.plan import Duplicate
@@ -41,7 +44,7 @@ class SavePlan:
 
     Attributes:
         pieces: what is stored.
-        sources: where the bytes of each piece are.
+        sources: where the bytes of each piece are; needed only without views.
         file: how they lie in the file.
         estimated_nbytes: about how many bytes the file will have.
         views: the bytes of each piece, where they are on this host; they are right as long as no tensor moves.
@@ -136,8 +139,9 @@ class SaveMemory:
             return None
         for (known, address, shape, dtype), tensor in zip(self._seen, tables.tensors, strict=True):
             is_same = known() is tensor
+            # There is one object for each dtype, and Paddle takes long to compare them.
             if not (
-                is_same and tensor.data_ptr() == address and tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+                is_same and tensor.data_ptr() == address and tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous()
             ):
                 return None
         return self._plan
@@ -175,6 +179,10 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
         known = memory.recall(tables)
         if known is not None:
             return StoredTensors(known, tables.tensors)
+        plan = _plan_places(subjects, left_out)
+        if plan is not None:
+            memory.keep(tables, plan)
+            return StoredTensors(plan, tables.tensors)
     weights = {key: weight for key, weight in weights_to_store(subjects, rank).items() if key not in left_out}
     check_not_reserved(weights)
     sources = None if tables is None else _find(weights, tables.tensors)
@@ -185,6 +193,33 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
     tensors = [weight.local_tensor for weight in weights.values()]
     whole = [_Source(number, 0, nbytes_of(tensor)) for number, tensor in enumerate(tensors)]
     return StoredTensors(_plan(weights, whole, tensors), tensors)
+
+
+def _plan_places(subjects: Subjects, left_out: Collection[str]) -> SavePlan | None:
+    """Plan what :func:`~.state_dict.weights_to_store` describes by where it is, without a tensor for each; None where that isn't known."""
+    if subjects.sharding.communicator.replica_count > 1:
+        return None
+    places = subjects.sharding.live_places(subjects.buffers, [(one.optimizer, one.parameters) for one in subjects.steppers])
+    if places is None:
+        return None
+    pieces: list[Piece] = []
+    views: list[memoryview] = []
+    for one in places:
+        for key, dtype, shape, start, stop, address, stored in zip(
+            one.keys, one.dtypes, one.shapes, one.starts, one.stops, one.addresses, one.stored, strict=True
+        ):
+            if not stored or start == stop or key in left_out:
+                continue
+            if dtype not in DTYPE_NBYTES:
+                return None
+            flat = None if stop - start == math.prod(shape) else Range(start, stop)
+            pieces.append(Piece(key, dtype, shape, (0,) * len(shape), shape, flat))
+            views.append(bytes_at(address, (stop - start) * DTYPE_NBYTES[dtype]))
+    keys = {piece.key for piece in pieces}
+    check_not_reserved(keys)
+    if len(keys) < len(pieces):
+        return None
+    return SavePlan(pieces, (), plan_file(pieces), estimate_nbytes(pieces), views)
 
 
 def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tensors: Sequence[paddle.Tensor]) -> SavePlan:

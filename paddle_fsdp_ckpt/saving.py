@@ -294,8 +294,7 @@ def commit_save(prepared: PreparedSave, contents: Contents | None, rendezvous: R
             if contents is not None:
                 return write_rank_file(path, contents, prepared.stored.plan.file)
             with without_garbage_collection():
-                live = list(prepared.contents())
-            return write_rank_file(path, live, prepared.stored.plan.file)
+                return write_rank_file(path, list(prepared.contents()), prepared.stored.plan.file)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         written[:] = files

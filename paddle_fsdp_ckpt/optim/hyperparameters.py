@@ -70,7 +70,7 @@ def _traits(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, dec
     parameter = one.parameter
     return (
         id(group),
-        parameter.dtype,
+        id(parameter.dtype),  # there is one object for each, and Paddle takes long to compare them
         repr((getattr(parameter, "optimize_attr", None) or {}).get("learning_rate", 1.0)),
         bool(getattr(parameter, "need_clip", True)),
         id(getattr(parameter, "regularizer", None)),

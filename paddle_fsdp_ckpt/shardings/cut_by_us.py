@@ -102,11 +102,12 @@ class CutByUs(Sharding):
         if any(column.kind is StateKind.STACKED for column in columns) or not lie_on_host(live):
             return None
         places = [_places_of_buffer(one) for one in self.runtime.buffers]
-        places.append(_places_of_whole([name for name, _ in buffers], [tensor for _, tensor in buffers]))
+        is_first = [self.communicator.rank == 0] * len(buffers)
+        places.append(_places_of_whole([name for name, _ in buffers], [tensor for _, tensor in buffers], is_first))
         for column in columns:
             keys = [f"{one.slot.names[0]}.{column.suffix}" for one in column.shards]
             if column.kind is StateKind.SCALAR:
-                places.append(_places_of_whole(keys, column.tensors))
+                places.append(_places_of_whole(keys, column.tensors, [one.range.start == 0 for one in column.shards]))
             else:
                 places.append(
                     LivePlaces(
@@ -116,6 +117,7 @@ class CutByUs(Sharding):
                         [one.range.start for one in column.shards],
                         [one.range.stop for one in column.shards],
                         [tensor.data_ptr() for tensor in column.tensors],
+                        [True] * len(keys),
                         column.tensors,
                     )
                 )
@@ -234,12 +236,13 @@ def _places_of_buffer(buffer: LiveBuffer) -> LivePlaces:
         [piece.start for _, _, piece in kept],
         [piece.stop for _, _, piece in kept],
         [first + (slot.offset + piece.start) * ITEM_SIZES[layout.dtype] for _, slot, piece in kept],
+        [True] * len(kept),
         [buffer.shard],
     )
 
 
-def _places_of_whole(keys: list[str], tensors: list[paddle.Tensor]) -> LivePlaces:
+def _places_of_whole(keys: list[str], tensors: list[paddle.Tensor], stored: list[bool]) -> LivePlaces:
     """Return where tensors are that every rank has whole."""
     shapes = [tuple(tensor.shape) for tensor in tensors]
     numels = [math.prod(shape) for shape in shapes]
-    return LivePlaces(keys, dtype_names(tensors), shapes, [0] * len(keys), numels, [one.data_ptr() for one in tensors], tensors)
+    return LivePlaces(keys, dtype_names(tensors), shapes, [0] * len(keys), numels, [one.data_ptr() for one in tensors], stored, tensors)

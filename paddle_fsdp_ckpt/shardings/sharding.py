@@ -92,6 +92,7 @@ class LivePlaces:
         starts: which of the flattened whole tensor's elements are kept, from here on ...
         stops: ... up to here.
         addresses: of the memory that holds just these elements, one behind the other.
+        stored: whether this rank is the one that stores these elements, where nothing is kept by replicas.
         tensors: what keeps that memory where it is.
     """
 
@@ -101,6 +102,7 @@ class LivePlaces:
     starts: list[int]
     stops: list[int]
     addresses: list[int]
+    stored: list[bool]
     tensors: list[paddle.Tensor]
 
 

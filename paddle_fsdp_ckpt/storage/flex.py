@@ -42,20 +42,20 @@ def paddle_metadata(index: CheckpointIndex) -> bytes:
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
     # Many keys share a description; they can't be changed.
     alike: dict[tuple[object, ...], LocalTensorMetadata] = {}
-    for key in index.stored:
+    for key, stored in index.stored.items():
         tensors: list[LocalTensorMetadata] = []
-        described: set[tuple[object, ...]] = set()
-        for file, box, start, stop, _ in index.stored[key]:
+        described: set[int] = set()
+        dtype = index.dtypes[key]
+        for file, box, start, stop, _ in stored:
             flat = None if stop - start == box.numel else (start, stop)
-            place = (box.global_offset, flat, box.local_shape)
-            if place in described:
-                continue
-            described.add(place)
-            dtype = index.dtypes[key]
-            tensor = alike.get((box, dtype, flat))
+            # Equal boxes of one file are one object, and to hash it takes as long as all else.
+            tensor = alike.get((id(box), dtype, flat))
             if tensor is None:
                 tensor = LocalTensorMetadata(box.global_offset, box.local_shape, dtype, box.global_shape, bool(flat), flat)
-                alike[box, dtype, flat] = tensor
+                tensor = alike[id(box), dtype, flat] = alike.setdefault((tensor,), tensor)
+            if id(tensor) in described:
+                continue
+            described.add(id(tensor))
             tensors.append(tensor)
             where = LocalTensorIndex(key, box.global_offset, bool(flat), flat, local_shape=box.local_shape)
             metadata.storage_metadata[where] = index.files[file].name

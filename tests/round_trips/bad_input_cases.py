@@ -187,16 +187,16 @@ def one_rank_fails_to_save(path: str, rank: int, where: str, overwrite: bool) ->
 def one_rank_fails_to_read(path: str, rank: int) -> tuple[str, str]:
     """One rank can't read; then all load right."""
     made, stepper = make("base", seed=5)
-    kept = planned.execute_read
+    kept = planned.read_ranges
     if this_rank().rank == rank:
-        planned.execute_read = _failing
+        planned.read_ranges = _failing
     try:
         ckpt.load(path, model=made, optimizer=stepper, timeout_seconds=20)
         raise AssertionError("nothing was raised")
     except ckpt.CheckpointError as error:
         result = type(error).__name__, str(error)
     finally:
-        planned.execute_read = kept
+        planned.read_ranges = kept
     ckpt.load(path, model=made, optimizer=stepper)
     train(made, stepper, 3, 4)
     return result
