@@ -50,7 +50,7 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     ranges: dict[int, list[FileRange]] = {}
     # The values under the other names of a tied parameter are the same, and go to the same memory.
     passed_over = {name for names in tied for name in names[1:]}
-    if not all(_find(index, column, passed_over, ranges) for column in places):
+    if not all(find_ranges(index, column, passed_over, ranges) for column in places):
         return None
     count = sum(len(column.keys) - len(passed_over.intersection(column.keys)) for column in places)
     return LoadPlan(
@@ -113,7 +113,7 @@ def _has_just(index: CheckpointIndex, subjects: Subjects, places: Sequence[LiveP
     return expected == index.keys()
 
 
-def _find(index: CheckpointIndex, wanted: LivePlaces, passed_over: set[str], ranges: dict[int, list[FileRange]]) -> bool:
+def find_ranges(index: CheckpointIndex, wanted: LivePlaces, passed_over: set[str], ranges: dict[int, list[FileRange]]) -> bool:
     """Add where the values of some keys lie to ``ranges``, by file; tell whether all are there, just once, in the shape that is wanted."""
     stored, dtypes = index.stored, index.dtypes
     for key, dtype, shape, start, stop, address in zip(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,26 @@ def save_after_changes(root: str) -> dict[str, tuple[bool, bool]]:
         assert runtime is not None
         runtime.kept.clear()
         ckpt.save(path / "anew", model=model, optimizer=optimizer)
-        outcomes[name] = planned, _files(path / "kept") == _files(path / "anew")
+        runtime.kept.clear()
+        with _described_singly():
+            ckpt.save(path / "singly", model=model, optimizer=optimizer)
+        outcomes[name] = planned, _files(path / "kept") == _files(path / "anew") == _files(path / "singly")
     return outcomes
 
 
+@contextmanager
+def _described_singly() -> Iterator[None]:
+    """Let saves in the block make a tensor for each of their pieces, as those do that can't tell where values are."""
+    kept = save_plan._plan_places
+    save_plan._plan_places = lambda *_: None
+    try:
+        yield
+    finally:
+        save_plan._plan_places = kept
+
+
 def _counted(save: Callable[[], None]) -> bool:
-    """Tell whether a save described a tensor, or rank 0 read a header."""
+    """Tell whether a save planned what it stores, or rank 0 read a header."""
     calls: list[str] = []
 
     def count(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,12 +154,13 @@ def _counted(save: Callable[[], None]) -> bool:
 
         return counted
 
-    kept = save_plan.weights_to_store, saving.read_headers
-    save_plan.weights_to_store, saving.read_headers = count("weights", kept[0]), count("headers", kept[1])
+    kept = save_plan._plan_places, save_plan.weights_to_store, saving.read_headers
+    save_plan._plan_places = count("places", kept[0])
+    save_plan.weights_to_store, saving.read_headers = count("weights", kept[1]), count("headers", kept[2])
     try:
         save()
     finally:
-        save_plan.weights_to_store, saving.read_headers = kept
+        save_plan._plan_places, save_plan.weights_to_store, saving.read_headers = kept
     return bool(calls)
 
 

@@ -1,0 +1,89 @@
+"""A load of just what was saved is planned without a judgement of each key, and is in all ways the load that judges each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_cases import train_and_save
+from exact_cases import load_both_ways, plans_of_others, saves_to_judge
+from harness import RankPool
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_fsdp_ckpt.loading.exact import find_ranges
+from paddle_fsdp_ckpt.shardings import LivePlaces
+from paddle_fsdp_ckpt.storage.format import FileRecord
+from paddle_fsdp_ckpt.storage.header import Box
+from paddle_fsdp_ckpt.storage.index import CheckpointIndex, Stored
+
+Ranks = Callable[[int], RankPool]
+AT_ONCE, SINGLY = "RangeReading", "TargetReading"
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "source", "target", "first"),
+    [
+        ("tied", "adamw groups", 2, 3, AT_ONCE),
+        ("convolutions", "adam amsgrad named", 3, 2, AT_ONCE),
+        ("partly", "adamw", 2, 1, AT_ONCE),
+        ("tiny", "momentum", 1, 4, AT_ONCE),
+        ("fading", "sgd", 2, 2, AT_ONCE),
+        ("tied", "asgd", 2, 2, SINGLY),  # several values an element don't lie together
+    ],
+)
+def test_both_ways_load_the_same(model: str, optimizer: str, source: int, target: int, first: str, tmp_path: Path, ranks: Ranks) -> None:
+    path = str(tmp_path / "checkpoint")
+    ranks(source).run(train_and_save, model, optimizer, path, 3, 0)
+    for kinds, same_report, same_values in ranks(target).run(load_both_ways, model, optimizer, path):
+        assert kinds == [first, SINGLY]
+        assert same_report and same_values
+
+
+def test_what_needs_a_judgement_gets_one(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(saves_to_judge, str(tmp_path))
+    for ended in ranks(2).run(plans_of_others, str(tmp_path)):
+        for name in ("usual", "cast, and nothing to cast", "without digests"):
+            assert ended[name] == ([AT_ONCE], "None"), name
+        for name in ("verified first", "patterns"):
+            assert ended[name] == ([SINGLY], "None"), name
+        assert ended["another shape"][0] == ended["another dtype"][0] == [SINGLY]
+        assert "checkpoint has shape [4, 7], the model wants [4, 6]" in ended["another shape"][1]
+        assert "checkpoint has float32, the model wants float16" in ended["another dtype"][1]
+
+
+@given(
+    numel=st.integers(1, 12),
+    pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 2)), max_size=5),
+    wanted=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+)
+def test_ranges_are_found_only_where_each_element_is_stored_just_once(
+    numel: int, pieces: list[tuple[int, int, int]], wanted: tuple[int, int]
+) -> None:
+    box = Box((numel,), (0,), (numel,), numel)
+    stored: list[Stored] = []
+    files = [bytearray(), bytearray(), bytearray()]
+    times = np.zeros(numel, int)
+    for begin, end, file in pieces:
+        start, stop = min(begin, end), min(max(begin, end), numel)
+        if start < stop:
+            stored.append((file, box, start, stop, len(files[file])))
+            files[file] += bytes(range(start, stop))
+            times[start:stop] += 1
+    start, stop = min(min(wanted), numel), min(max(wanted), numel)
+    if start == stop or not stored:
+        return
+    records = tuple(FileRecord(f"{rank}_0.safetensors", len(data), 1) for rank, data in enumerate(files))
+    index = CheckpointIndex(Path("x"), records, {"key": "uint8"}, {"key": stored})
+    ranges: dict[int, list] = {}
+    column = LivePlaces(["key"], ["uint8"], [(numel,)], [start], [stop], [1000], [True], [])
+    assert find_ranges(index, column, set(), ranges) == bool((times[start:stop] == 1).all())
+    if (times[start:stop] == 1).all():
+        memory = bytearray(stop - start)
+        for file, some in ranges.items():
+            for offset, address, nbytes, _ in some:
+                memory[address - 1000 : address - 1000 + nbytes] = files[file][offset : offset + nbytes]
+        assert memory == bytes(range(start, stop))
+        assert sum(one.nbytes for some in ranges.values() for one in some) == stop - start
