@@ -107,10 +107,9 @@ def state_columns(optimizer: Any, parameters: Sequence[SteppedParameter]) -> lis
     columns = []
     for suffix, kind, tensors in tables:
         there = [(shard, tensor) for shard, tensor in zip(shards, tensors, strict=True) if tensor is not None]
-        for shard, tensor in there:
-            _check_shape(shard, suffix, kind, tensor)
         if there:
             columns.append(StateColumn(suffix, kind, [shard for shard, _ in there], [tensor for _, tensor in there]))
+            _check_shapes(columns[-1])
     return columns
 
 
@@ -209,15 +208,17 @@ def check_bound(optimizer: Any) -> None:
         )
 
 
-def _check_shape(shard: SteppedParameter, suffix: str, kind: StateKind, tensor: paddle.Tensor) -> None:
-    shape = list(tensor.shape)
-    if kind is StateKind.SCALAR:
-        fits = shape in ([], [1])
-    else:
-        layers = shape[:1] if kind is StateKind.STACKED else []
-        one = list(shard.slot.shape) if isinstance(shard, WholeParameter) else [shard.range.numel]
-        fits = shape == [*layers, *one]
-    if not fits:
-        raise UnsupportedOptimizerError(
-            f"state '{suffix}' of '{shard.slot.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
-        )
+def _check_shapes(column: StateColumn) -> None:
+    suffix, kind = column.suffix, column.kind
+    for shard, tensor in zip(column.shards, column.tensors, strict=True):
+        shape = tensor.shape
+        if kind is StateKind.SCALAR:
+            fits = shape == [1] or shape == []
+        else:
+            layers = shape[:1] if kind is StateKind.STACKED else []
+            one = list(shard.slot.shape) if isinstance(shard, WholeParameter) else [shard.range.numel]
+            fits = shape == [*layers, *one]
+        if not fits:
+            raise UnsupportedOptimizerError(
+                f"state '{suffix}' of '{shard.slot.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
+            )

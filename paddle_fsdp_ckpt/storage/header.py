@@ -202,7 +202,8 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
         entries = sorted(header.items(), key=_data_start)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CorruptCheckpointError(f"the header of {where} is malformed: {_text(error)}; {_WAY_OUT}") from error
-    boxes: dict[JsonValue, Box] = {}
+    whole: dict[tuple[int, ...], Box] = {}
+    parts: dict[tuple[tuple[int, ...], ...], Box] = {}
     data_start = position = LENGTH_NBYTES + len(encoded)
     for key, entry in entries:
         try:
@@ -211,17 +212,24 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
                 raise ValueError(f"unknown dtype {entry['dtype']!r}")
             description = descriptions[key]
             is_flat = len(description) in (2, 4)
-            outline = tuple(map(tuple, description[:-1] if is_flat else description))
-            box = boxes.get(outline)
-            if box is None:
-                # Lists that are equal to known ones get the known one's integers, so 1.0 or true can't slip in as 1.
-                box = boxes[outline] = _box(key, dtype, outline)
+            # Lists that are equal to known ones get the known one's integers, so 1.0 or true can't slip in as 1.
+            if len(description) in (1, 2):  # nearly all
+                global_shape = tuple(description[0])
+                box = whole.get(global_shape)
+                if box is None:
+                    box = whole[global_shape] = _box(key, dtype, (global_shape,))
+            else:
+                outline = tuple(map(tuple, description[:-1] if is_flat else description))
+                box = parts.get(outline)
+                if box is None:
+                    box = parts[outline] = _box(key, dtype, outline)
             start, stop = description[-1] if is_flat else (0, box.numel)
             if not (type(start) is int and type(stop) is int and 0 <= start < stop <= box.numel):
                 raise ValueError(f"[{start}, {stop}) is no range of the {box.numel} elements of {list(box.local_shape)}")
             shape = [stop - start] if is_flat else list(box.local_shape)
             end = position + (stop - start) * DTYPE_NBYTES[dtype]
-            if entry["shape"] != shape or entry["data_offsets"] != [position - data_start, end - data_start] or len(entry) != 3:
+            begin, finish = entry["data_offsets"]
+            if begin != position - data_start or finish != end - data_start or entry["shape"] != shape or len(entry) != 3:
                 raise ValueError(
                     f"the description wants {dtype} {shape} at bytes {[position - data_start, end - data_start]}, which leaves no hole, "
                     f"and the header has {entry}"
