@@ -19,7 +19,6 @@ from ..storage.reader import FileRange
 from ..subjects import Stepper, Subjects
 from .options import LoadOptions
 from .planned import LoadPlan, RangeReading
-from .report import LoadNotes
 
 
 def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, options: LoadOptions) -> LoadPlan | None:
@@ -53,34 +52,21 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     if not all(find_ranges(index, column, passed_over, ranges) for column in places):
         return None
     count = sum(len(column.keys) - len(passed_over.intersection(column.keys)) for column in places)
-    return LoadPlan(
-        index,
-        run,
-        options,
-        subjects,
-        RangeReading(count, ranges, [tensor for column in places for tensor in column.tensors]),
-        (),
-        ReadProblems(index.path),
-        LoadNotes([], [], [], [], []),
-        [
-            one.slot.name
-            for stepper, names in zip(subjects.steppers, stored, strict=True)
-            for one in stepper.parameters
-            if one.slot.name not in names and not one.parameter.stop_gradient
-        ],
-        [],
-        {},
-        [],
-        [],
-        {},
-        {},
-    )
+    reading = RangeReading(count, ranges, [tensor for column in places for tensor in column.tensors])
+    without_state = [
+        one.slot.name
+        for stepper, names in zip(subjects.steppers, stored, strict=True)
+        for one in stepper.parameters
+        if one.slot.name not in names and not one.parameter.stop_gradient
+    ]
+    return LoadPlan(index, run, options, subjects, reading, ReadProblems(index.path), without_state=without_state)
 
 
 def _is_usual(run: SavedRun, subjects: Subjects, options: LoadOptions, tied: list[list[str]]) -> bool:
     """Tell whether model and optimizers are loaded as they were saved, and no option allows for anything else."""
     return (
-        subjects.model is not None
+        subjects.sharding.tells_places
+        and subjects.model is not None
         and bool(subjects.steppers)
         and {"model", "optimizer"} <= options.parts
         and not (options.allow_missing or options.allow_unexpected or options.verify_first or options.salvage)

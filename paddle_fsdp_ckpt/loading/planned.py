@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import paddle
@@ -107,8 +107,8 @@ class LoadPlan:
         options: what may differ.
         subjects: what is loaded: the parts that were chosen, of the objects that were given.
         reading: what is read, and into what.
-        state_loads: one an optimizer.
         problems: of this rank.
+        state_loads: one an optimizer where there is something to do before or after.
         notes: what this rank has to report.
         without_state: see :class:`~.report.LoadReport`; the same on all ranks, as are the following.
         not_asked_for: see there.
@@ -124,16 +124,16 @@ class LoadPlan:
     options: LoadOptions
     subjects: Subjects
     reading: Reading
-    state_loads: Sequence[StateLoad]
     problems: ReadProblems
-    notes: LoadNotes
-    without_state: list[str]
-    not_asked_for: list[str]
-    mapped: dict[str, str]
-    copied_tied: list[str]
-    unused_prefixes: list[str]
-    damaged: dict[str, str]
-    base: dict[str, BaseParameter]
+    state_loads: Sequence[StateLoad] = ()
+    notes: LoadNotes = field(default_factory=LoadNotes)
+    without_state: list[str] = field(default_factory=list)
+    not_asked_for: list[str] = field(default_factory=list)
+    mapped: dict[str, str] = field(default_factory=dict)
+    copied_tied: list[str] = field(default_factory=list)
+    unused_prefixes: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    base: dict[str, BaseParameter] = field(default_factory=dict)
 
     @property
     def damage(self) -> str:

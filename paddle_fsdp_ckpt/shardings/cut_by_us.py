@@ -36,6 +36,8 @@ class CutByUs(Sharding):
 
     runtime: Runtime
 
+    tells_places = True
+
     @property
     def gradients_pending(self) -> bool:
         """What the runtime says."""

@@ -112,6 +112,9 @@ class Sharding(ABC):
     is_plain = False
     """Whether every rank has all of everything."""
 
+    tells_places = False
+    """Whether :meth:`live_places` may tell where values are."""
+
     masters_follow_singly = True
     """Whether the master weights of some parameters can follow these, and others stay."""
 
