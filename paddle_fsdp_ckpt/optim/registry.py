@@ -220,5 +220,5 @@ def _check_shapes(column: StateColumn) -> None:
             fits = shape == [*layers, *one]
         if not fits:
             raise UnsupportedOptimizerError(
-                f"state '{suffix}' of '{shard.slot.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
+                f"state '{suffix}' of '{shard.slot.name}' has shape {list(shape)}, and is {kind.value}; it can't be saved right"
             )
