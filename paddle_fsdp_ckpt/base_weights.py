@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from .errors import CheckpointError, listing
-from .fsdp import dtype_name, named_parameters
+from .fsdp import dtype_name
 from .host_memory import chunks_of
 from .lora_layers import merged_lora_layers
 from .meeting import check_same, digest_of
@@ -81,7 +81,7 @@ def parameter_parts(subjects: Subjects) -> list[ParameterPart]:
                 not named.parameter.stop_gradient,
                 named.parameter.detach(),
             )
-            for named in named_parameters(subjects.model)
+            for named in subjects.parameters
         ]
     parts = []
     rank = subjects.sharding.communicator.rank

@@ -127,7 +127,5 @@ def _check_same_whole(ranks: Sequence[dict[str, str]]) -> None:
 
 def _weights_digest(subjects: Subjects) -> str:
     """Return a digest of the values of plain models' parameters."""
-    assert subjects.model is not None
-    whole = subjects.sharding.whole_keys(subjects.model)
-    plain = [named.parameter for named in subjects.parameters if named.names[0] in whole]
+    plain = [named.parameter for named in subjects.parameters if named.names[0] in subjects.whole_keys]
     return digest_of(" ".join(digest(bytes_of(parameter)) for parameter in plain))

@@ -87,8 +87,7 @@ def weights_to_store(subjects: Subjects, rank: int) -> dict[str, ShardedWeight]:
         sharding.warn_of_cuts()
         weights.update(sharding.written_model_weights(subjects.model))
         if rank > 0:
-            replicated = sharding.whole_keys(subjects.model)
-            weights = {key: weight for key, weight in weights.items() if key not in replicated}
+            weights = {key: weight for key, weight in weights.items() if key not in subjects.whole_keys}
     for stepper in subjects.steppers:
         for state in sharding.states(stepper.optimizer, stepper.parameters):
             if rank > 0 and isinstance(state.shard, WholeParameter):

@@ -51,6 +51,24 @@ class Stepper:
 
 
 @dataclass(frozen=True)
+class ModelTensors:
+    """What a model holds; nothing where there is no model.
+
+    Attributes:
+        parameters: with their structured names.
+        buffers: the persistable ones, with their structured names.
+    """
+
+    parameters: Sequence[NamedParameter] = ()
+    buffers: Sequence[tuple[str, paddle.Tensor]] = ()
+
+
+def tensors_of(model: nn.Layer) -> ModelTensors:
+    """Return what a model holds now."""
+    return ModelTensors(named_parameters(model), list(named_buffers(model)))
+
+
+@dataclass(frozen=True)
 class Subjects:
     """A model, optimizers, or both, that belong together.
 
@@ -58,25 +76,32 @@ class Subjects:
         model: the model, or several as one, or None.
         steppers: the optimizers.
         sharding: how the ranks keep them.
+        tensors: of the model.
     """
 
     model: nn.Layer | None
     steppers: Sequence[Stepper]
     sharding: Sharding
+    tensors: ModelTensors
 
     def bound_classes(self) -> list[str]:
         """Return the names of the classes of optimizers that are known to step the model, given or not."""
         return sorted({type(one).__name__ for one in self.sharding.bound_optimizers()})
 
-    @cached_property
+    @property
     def parameters(self) -> Sequence[NamedParameter]:
         """The model's parameters, with their structured names; none where no model is given."""
-        return [] if self.model is None else named_parameters(self.model)
+        return self.tensors.parameters
 
-    @cached_property
+    @property
     def buffers(self) -> Sequence[tuple[str, paddle.Tensor]]:
         """The model's persistable buffers, with their structured names; none where no model is given."""
-        return [] if self.model is None else list(named_buffers(self.model))
+        return self.tensors.buffers
+
+    @cached_property
+    def whole_keys(self) -> set[str]:
+        """The keys of what of the model every rank has all of."""
+        return set() if self.model is None else self.sharding.whole_keys(self.model)
 
     def model_keys(self) -> set[str]:
         """Return the keys of the model's parameters and buffers, on any rank; none where no model is given."""
@@ -94,9 +119,8 @@ class Subjects:
         described: list[object] = [(one.cls, one.first_hyperparameters) for one in self.steppers]
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
-            whole = self.sharding.whole_keys(self.model)
             described += [
-                (named.names, named.parameter.shape if named.names[0] in whole else [], dtype_name(named.parameter))
+                (named.names, named.parameter.shape if named.names[0] in self.whole_keys else [], dtype_name(named.parameter))
                 for named in self.parameters
             ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in self.buffers]
@@ -113,32 +137,33 @@ def check_subjects(model: Models | None, optimizers: Sequence[Any]) -> Subjects:
     """
     if model is None and not optimizers:
         raise CheckpointError("give a model, an optimizer, or both")
-    one_model, sharding = _check_model(model)
+    one_model, sharding, tensors = _check_model(model)
     for one in optimizers:
         check_is_optimizer(one)
     sharding = sharding or sharding_of_optimizers(optimizers)
     held = sharding.held_by(optimizers, one_model)
     steppers = [Stepper(one, parameters, sharding) for one, parameters in zip(optimizers, held, strict=True)]
     _check_stepped_once(steppers)
-    return Subjects(one_model, steppers, sharding)
+    return Subjects(one_model, steppers, sharding, tensors)
 
 
-def _check_model(model: Models | None) -> tuple[nn.Layer | None, Sharding | None]:
-    """Return what was given as one layer, and how it is kept; None where nothing was."""
+def _check_model(model: Models | None) -> tuple[nn.Layer | None, Sharding | None, ModelTensors]:
+    """Return what was given as one layer, how it is kept, and what it holds; None where nothing was given."""
     if model is None:
-        return None, None
+        return None, None, ModelTensors()
     if not isinstance(model, Mapping):
-        check_tensors(model)
-        return model, sharding_of(model)
+        tensors = check_tensors(model)
+        return model, sharding_of(model), tensors
     combined, sharding = combine_models(model)
     for one in model.values():
         check_tensors(one)
-    check_names(named_parameters(combined), list(named_buffers(combined)))
-    return combined, sharding
+    tensors = tensors_of(combined)
+    check_names(tensors.parameters, tensors.buffers)
+    return combined, sharding, tensors
 
 
-def check_tensors(model: nn.Layer) -> None:
-    """Raise where a model has tensors that we can't give or take whole.
+def check_tensors(model: nn.Layer) -> ModelTensors:
+    """Return what a model holds, or raise where it has tensors that we can't give or take whole.
 
     Raises:
         CheckpointError: it is no model.
@@ -147,9 +172,10 @@ def check_tensors(model: nn.Layer) -> None:
     if not isinstance(model, nn.Layer):
         raise CheckpointError(f"model: {type(model).__name__} is not a paddle.nn.Layer; give the model that was trained")
     runtime = runtime_of(model)
+    tensors = tensors_of(model)
     if runtime is None and paddle_runtime_of(model) is not None:  # which has checked it
-        return
-    parameters, buffers = named_parameters(model), list(named_buffers(model))
+        return tensors
+    parameters, buffers = tensors.parameters, tensors.buffers
     check_names(parameters, buffers)
     strange = [
         one.names[0]
@@ -181,6 +207,7 @@ def check_tensors(model: nn.Layer) -> None:
             f"without values, as made under LazyGuard: {listing(empty)}; call fully_shard(model, optimizer=...) first, which gives a model "
             "its initial values, or make it without LazyGuard"
         )
+    return tensors
 
 
 def _check_stepped_once(steppers: Iterable[Stepper]) -> None:

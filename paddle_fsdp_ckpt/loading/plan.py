@@ -26,7 +26,7 @@ from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
 from ..storage.reader import differing_duplicates, verify_first
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
-from ..subjects import Stepper, Subjects
+from ..subjects import ModelTensors, Stepper, Subjects
 from .exact import plan_exact_load
 from .options import LoadOptions, Patterns, map_names, unused_prefixes
 from .planned import LoadPlan, Target, TargetReading, counter_of, read_targets
@@ -94,9 +94,8 @@ class _Planner:
 
     def __post_init__(self) -> None:
         parts = self.options.parts
-        self.wanted = Subjects(
-            self.given.model if "model" in parts else None, self.given.steppers if "optimizer" in parts else (), self.given.sharding
-        )
+        model, tensors = (self.given.model, self.given.tensors) if "model" in parts else (None, ModelTensors())
+        self.wanted = Subjects(model, self.given.steppers if "optimizer" in parts else (), self.given.sharding, tensors)
         self.index = self.saved.index
         self.run = self.saved.run.with_tied_names()
         self.states = self.run.states_in([*self.index.stored, *self.saved.damaged], self.given.model_keys())
