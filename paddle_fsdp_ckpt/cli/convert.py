@@ -12,9 +12,9 @@ from ..export.from_huggingface import import_huggingface
 from ..export.huggingface import DEFAULT_MAX_SHARD_NBYTES, export_huggingface
 from ..export.peft import export_peft
 from ..export.recipes import AUTO
+from ..progress import ProgressLine
 from .command import Command, Report
 from .options import DTYPES, positive
-from .progress import ShowProgress, showing_progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,15})\s*([A-Za-z]*)", re.ASCII)
@@ -53,7 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with showing_progress(sys.stderr) as progress:
+    with ProgressLine(sys.stderr) as progress:
         _check_options(arguments)
         return {"hf": _to_huggingface, "fc": _to_checkpoint, "peft": _to_peft}[arguments.to](arguments, progress), True
 
@@ -89,7 +89,7 @@ def _of_a_checkpoint(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
+def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
     return export_huggingface(
         arguments.directory,
         arguments.out,
@@ -104,7 +104,7 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ShowProgress) -> Re
     )
 
 
-def _to_checkpoint(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
+def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
     return import_huggingface(
         arguments.directory,
         arguments.out,
@@ -115,7 +115,7 @@ def _to_checkpoint(arguments: argparse.Namespace, progress: ShowProgress) -> Rep
     )
 
 
-def _to_peft(arguments: argparse.Namespace, progress: ShowProgress) -> Report:
+def _to_peft(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
     return export_peft(arguments.directory, arguments.out, **_of_a_checkpoint(arguments), progress=progress)
 
 

@@ -7,8 +7,8 @@ import sys
 
 from ..export.difference import compare
 from ..export.inspection import inspect
+from ..progress import ProgressLine
 from .command import Command, Report
-from .progress import showing_progress
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with showing_progress(sys.stderr) as progress:
+    with ProgressLine(sys.stderr) as progress:
         report = inspect(arguments.directory, keys=arguments.keys, statistics=arguments.stats, progress=progress)
     return report, report.is_good
 
@@ -31,7 +31,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with showing_progress(sys.stderr) as progress:
+    with ProgressLine(sys.stderr) as progress:
         report = compare(arguments.one, arguments.other, keys=arguments.keys, weights_only=arguments.weights_only, progress=progress)
     return report, report.is_none
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..export.roots import checkpoints_in, verify_root
+from ..progress import ProgressLine
 from ..storage.salvage import salvage
 from ..storage.system_errors import describe_error
 from ..storage.verify import verify
@@ -20,7 +21,6 @@ from .look import DIFF, INSPECT
 from .options import positive
 from .plan import PLAN
 from .plot import PLOT
-from .progress import showing_progress
 from .show import show
 
 GOOD, FOUND, CANNOT = 0, 1, 2
@@ -29,14 +29,14 @@ GOOD, FOUND, CANNOT = 0, 1, 2
 
 def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
     directory = Path(arguments.directory)
-    with showing_progress(sys.stderr) as progress:
+    with ProgressLine(sys.stderr) as progress:
         check = verify_root if checkpoints_in(directory) else verify
         report = check(directory, workers=arguments.workers, progress=progress)
     return report, report.is_good
 
 
 def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
-    with showing_progress(sys.stderr) as progress:
+    with ProgressLine(sys.stderr) as progress:
         report = salvage(arguments.directory, workers=arguments.workers, progress=progress)
     return report, report.is_whole
 
