@@ -142,6 +142,29 @@ def background(bench: Bench, case: str, size: Size) -> None:
         bench.compare(case, "later, training waits", two.nbytes, contenders)
 
 
+_STEPS_BESIDE = 4
+_STEPS = 16
+
+
+def beside_training(bench: Bench, case: str, model: tuple[int, int], ballast: tuple[int, ...]) -> None:
+    """What a save in the background costs the steps that are trained meanwhile, and one that training waits for, on 2 ranks."""
+    with bench.group("paddle", 2) as group:
+        group.call(training_side.build, "ours", *model)
+        group.call(training_side.steps, 3)
+        group.call(training_side.open_managers, bench.fresh("beside"), ballast)
+
+        def train(kind: str | None) -> Callable[[], list[Measurement]]:
+            return _then(lambda: group.call(training_side.steps, _STEPS, kind), lambda: group.call(training_side.wait_for_background))
+
+        beside = _then(
+            lambda: group.call(training_side.steps_beside_a_save, _STEPS_BESIDE), lambda: group.call(training_side.wait_for_background)
+        )
+        none = {"no save": lambda: group.call(training_side.steps, _STEPS_BESIDE)}
+        bench.compare(case, f"{_STEPS_BESIDE} steps while a save is written", 0, none | {OURS: beside})
+        kinds = {"no save": None, f"{OURS}, in the background": "background", f"{OURS}, training waits": "blocking"}
+        bench.compare(case, f"{_STEPS} steps and one save", 0, {name: train(kind) for name, kind in kinds.items()})
+
+
 def _then(call: Callable[[], list[Measurement]], after: Callable[[], object]) -> Callable[[], list[Measurement]]:
     """Return what measures ``call``, and then does ``after``."""
 
@@ -190,11 +213,16 @@ def gather(bench: Bench, case: str, size: Size) -> None:
 def cases(sizes: Mapping[str, Size], quick: bool) -> dict[str, Callable[[Bench], None]]:
     """Return the cases by name."""
     step = (32, 2) if quick else (512, 6)
+
+    def both_of_background(bench: Bench) -> None:
+        background(bench, "async", sizes["big"])
+        beside_training(bench, "async", *(((32, 2), (2, 16)) if quick else ((256, 4), (3000, 1024, 128))))
+
     return {
         "big": lambda bench: save_and_load(bench, "big", sizes["big"]),
         "many": lambda bench: save_and_load(bench, "many", sizes["many"]),
         "scale": lambda bench: many_keys(bench, "scale", sizes["scale"]),
-        "async": lambda bench: background(bench, "async", sizes["big"]),
+        "async": both_of_background,
         "gather": lambda bench: gather(bench, "gather", sizes["big"]),
         "step": lambda bench: training_step(bench, "step", step),
     }

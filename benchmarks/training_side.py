@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import nn
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
@@ -56,6 +59,9 @@ _model: Any = None
 _optimizer: Any = None
 _batch: Any = None
 _reduces = False
+_managers: dict[str, Any] = {"background": None, "blocking": None}
+_ballast: dict[str, ShardedWeight] = {}
+_root = ""
 _stack = ExitStack()
 
 
@@ -102,3 +108,55 @@ def _step() -> None:
                 parameter.grad.scale_(1.0 / dist.get_world_size())
     _optimizer.step()
     _optimizer.clear_grad()
+
+
+def open_managers(root: str, ballast: tuple[int, ...]) -> None:
+    """Make a manager that saves in the background and one that doesn't, and let each save once.
+
+    Args:
+        root: where to.
+        ballast: the shape of a tensor of float32, cut over the ranks, that is saved beside the model, so that a save takes many steps.
+    """
+    global _root
+    _root = root
+    ranks = dist.get_world_size()
+    own = (ballast[0] // ranks, *ballast[1:])
+    offset = (dist.get_rank() * own[0], *[0] * (len(ballast) - 1))
+    _ballast["ballast"] = ShardedWeight("ballast", paddle.zeros(own), own, (own[0] * ranks, *ballast[1:]), offset)
+    for kind in _managers:
+        _managers[kind] = ckpt.CheckpointManager(f"{root}/{kind}", max_to_keep=1, async_save=kind == "background")
+        _save(kind)
+        _managers[kind].wait()
+
+
+def steps(count: int, kind: str | None = None) -> Measurement:
+    """Train some steps, the first right behind a save of the given kind, if any."""
+
+    def call() -> None:
+        if kind is not None:
+            _save(kind)
+        for _ in range(count):
+            _step()
+
+    return measure(call)
+
+
+def steps_beside_a_save(count: int) -> Measurement:
+    """Train some steps while a save that just began is written."""
+    number = _save("background")
+    measured = steps(count)
+    if (Path(_root) / "background" / f"step_{number:08}").exists():
+        return replace(measured, error="the save was over before the steps were")
+    return measured
+
+
+def wait_for_background() -> None:
+    """Wait until the save in the background is done."""
+    _managers["background"].wait()
+
+
+def _save(kind: str) -> int:
+    manager = _managers[kind]
+    number = (manager.latest_step() or 0) + 1
+    manager.save(number, model=_model, optimizer=_optimizer, sharded=_ballast)
+    return number

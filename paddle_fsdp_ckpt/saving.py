@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
@@ -34,7 +34,7 @@ from .storage.index import CheckpointIndex, read_headers, without_garbage_collec
 from .storage.plan import Duplicate, check_complete
 from .storage.reader import differing_duplicates
 from .storage.reserved_keys import bytes_piece
-from .storage.writer import estimate_nbytes, write_rank_file
+from .storage.writer import FileImage, estimate_nbytes, write_image, write_rank_file
 from .subjects import Models, Subjects, check_subjects
 from .version import __version__
 
@@ -106,10 +106,6 @@ class Kept:
     sharded: dict[str, ShardedWeight] = field(default_factory=dict)
 
 
-Contents: TypeAlias = "list[tuple[Piece, memoryview]]"
-"""What one rank's file is to hold."""
-
-
 @dataclass(frozen=True)
 class PreparedSave:
     """A save that all ranks agreed on; nothing of it is written yet.
@@ -129,7 +125,7 @@ class PreparedSave:
     target: Path
     stored: StoredTensors
     tensors: list[tuple[Piece, paddle.Tensor]]
-    data: Contents
+    data: list[tuple[Piece, memoryview]]
     memory: SaveMemory | None
     manifest: Manifest
     token: str
@@ -270,12 +266,12 @@ def prepare_save(
     return prepared[0]
 
 
-def commit_save(prepared: PreparedSave, contents: Contents | None, rendezvous: Rendezvous, *, is_watched: bool) -> int:
+def commit_save(prepared: PreparedSave, image: FileImage | None, rendezvous: Rendezvous, *, is_watched: bool) -> int:
     """Write a prepared save and make it visible. No Paddle collective runs here, so that it may be called from another thread.
 
     Args:
         prepared: on all ranks the same save.
-        contents: copies of what :meth:`PreparedSave.contents` yielded; None for that itself, as it is now.
+        image: a copy of this rank's file; None for what :meth:`PreparedSave.contents` yields, as it is now.
         rendezvous: of the same ranks; another connection where this is another thread.
         is_watched: whether somebody waits for it, who sees on a terminal how far it is.
 
@@ -291,8 +287,8 @@ def commit_save(prepared: PreparedSave, contents: Contents | None, rendezvous: R
         path = directory / rank_file_name(rendezvous.rank)
         progress = long_progress("saving", rendezvous.rank if is_watched else -1)
         with watching_file(path, prepared.nbytes, progress):
-            if contents is not None:
-                return write_rank_file(path, contents, prepared.stored.plan.file)
+            if image is not None:
+                return write_image(path, image)
             with without_garbage_collection():
                 return write_rank_file(path, list(prepared.contents()), prepared.stored.plan.file)
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 from ..errors import CheckpointError
 from ..host_memory import HostMemory, is_on_device
-from ..saving import Contents, PreparedSave
-from ..storage.format import DTYPE_NBYTES
+from ..saving import PreparedSave
+from ..storage.writer import FileImage, lay_out
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
-_ALIGNMENT = 64
 
 
 class HostBuffer:
@@ -29,28 +28,27 @@ class HostBuffer:
         """How much memory is held."""
         return self._memory.nbytes
 
-    def copy(self, prepared: PreparedSave) -> Contents:
-        """Copy what one rank's file is to hold, one piece at a time, and return it; the next call overwrites the copies."""
+    def copy(self, prepared: PreparedSave) -> FileImage:
+        """Copy what one rank's file is to hold, one piece at a time to its place in the file, and return that; the next call overwrites it.
+
+        Raises:
+            ValueError: a file can't hold it.
+        """
         values = list(prepared.values())
-        sizes = [piece.numel * DTYPE_NBYTES[piece.dtype] for piece, _ in values]
-        needed = sum(map(_aligned, sizes))
+        layout = lay_out([piece for piece, _ in values], prepared.stored.plan.file)
+        nbytes = layout.nbytes
         is_pinned = any(not isinstance(value, memoryview) and is_on_device(value) for _, value in values)
-        if needed > self._memory.nbytes or is_pinned > self._memory.is_pinned:
+        if nbytes > self._memory.nbytes or is_pinned > self._memory.is_pinned:
             # First without the old one: both together would be twice the memory.
             self._memory = HostMemory(0)
-            self._memory = HostMemory(needed, is_pinned=is_pinned)
-        copies: Contents = []
-        start = 0
-        for (piece, value), size in zip(values, sizes, strict=True):
-            self._memory.take(value, start)
-            copies.append((piece, self._memory.view[start : start + size]))
-            start += _aligned(size)
+            self._memory = HostMemory(nbytes, is_pinned=is_pinned)
+        start = len(layout.header)
+        self._memory.take(memoryview(layout.header), 0)
+        for number, size in zip(layout.order, layout.sizes, strict=True):
+            self._memory.take(values[number][1], start)
+            start += size
         self._memory.wait()
-        return copies
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return FileImage(self._memory.view[:nbytes], len(layout.order), len(layout.header))
 
 
 class Worker:

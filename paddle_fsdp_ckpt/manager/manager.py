@@ -16,11 +16,12 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..errors import CheckpointError, listing
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import optimizer_list
-from ..saving import Contents, Kept, prepare_save
+from ..saving import Kept, prepare_save
 from ..shardings import ranks_of
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import MANIFEST_NAME, JsonValue
+from ..storage.writer import FileImage
 from ..subjects import Models
 from .arguments import check_same_restore, check_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
@@ -254,14 +255,14 @@ class CheckpointManager:
     def _run_in_background(self, job: SaveJob) -> None:
         """Copy what a job is to write, and let it be written from the copies."""
         assert self._background is not None
-        contents: Contents = []
+        image: FileImage | None = None
         failure: BaseException | None = None
         try:
-            contents = self._buffer.copy(job.prepared)
+            image = self._buffer.copy(job.prepared)
         except BaseException as error:  # noqa: BLE001 - the other ranks, whose jobs begin, must hear of it from this rank's
             failure = error
         blocked_seconds = time.monotonic() - job.started
-        job = replace(job, contents=contents, failure=failure, rendezvous=self._background, blocked_seconds=blocked_seconds)
+        job = replace(job, image=image, failure=failure, rendezvous=self._background, blocked_seconds=blocked_seconds)
         self._worker.start(lambda: self._done.append((job.step, job.run())))
         if failure is not None and not isinstance(failure, Exception):
             raise failure

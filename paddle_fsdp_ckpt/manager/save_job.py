@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..saving import Contents, PreparedSave, commit_save
+from ..saving import PreparedSave, commit_save
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
 from ..storage.format import JsonValue
 from ..storage.read_lock import removing
+from ..storage.writer import FileImage
 from .history import CheckpointEvent, tell
 from .retention import Retention, need_metrics, steps_to_remove
 from .steps import Root, SavedStep, clear_left_overs, hide_step, read_root, step_name
@@ -35,8 +36,8 @@ class SaveJob:
         foreign: those of another history, which go once this one is there.
         on_event: the user's hook.
         started: when the call came, by ``time.monotonic``.
-        contents: what this rank's file is to hold; None for the live tensors.
-        failure: why there are no contents although there should be: all ranks raise it.
+        image: a copy of this rank's file; None for the live tensors.
+        failure: why there is no copy although there should be: all ranks raise it.
         blocked_seconds: how long the caller waited; None where it waits for all of this.
     """
 
@@ -50,7 +51,7 @@ class SaveJob:
     foreign: frozenset[int]
     on_event: Callable[[CheckpointEvent], None] | None
     started: float
-    contents: Contents | None = None
+    image: FileImage | None = None
     failure: BaseException | None = None
     blocked_seconds: float | None = None
 
@@ -63,7 +64,7 @@ class SaveJob:
         timeout = self.prepared.timeout_seconds
         if self.blocked_seconds is not None:
             exchange(self.rendezvous, f"{self.prepared.token}/copied", self._check_copied, lambda _: None, timeout)
-        nbytes = commit_save(self.prepared, self.contents, self.rendezvous, is_watched=self.blocked_seconds is None)
+        nbytes = commit_save(self.prepared, self.image, self.rendezvous, is_watched=self.blocked_seconds is None)
         verdict = exchange(self.rendezvous, f"{self.prepared.token}/keep", lambda: None, lambda _: self._remove(), timeout)
         root = Root.from_json(verdict["root"])
         if self.rendezvous.rank == COORDINATOR:

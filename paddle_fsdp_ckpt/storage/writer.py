@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..pieces import Piece, check_piece
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, together, write_group
 from .digests import CHUNK_NBYTES, Digester
+from .direct import write_directly
 from .format import DTYPE_NBYTES, FileRecord
 from .header import HeaderPart, encode_header, encode_part, in_file_order
 from .writeback import Writeback
@@ -84,22 +85,83 @@ def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]], plan
         FileExistsError: the file is there already; it was not touched.
         OSError: the system refused, e.g. the disk is full. The file was removed.
     """
-    planned = 0 if plan is None else plan.count
-    others = [piece for piece, _ in pieces[planned:]]
+    layout = lay_out([piece for piece, _ in pieces], plan)
+    buffers = [memoryview(layout.header)]
+    for number, size in zip(layout.order, layout.sizes, strict=True):
+        piece, data = pieces[number]
+        buffer = as_bytes(data, piece.key)
+        if len(buffer) != size:
+            raise ValueError(f"'{piece.key}' has {len(buffer)} bytes, and {piece.numel} elements of {piece.dtype} are {size}")
+        buffers.append(buffer)
+    return write_file(path, buffers, len(layout.order), len(layout.header))
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """What a rank's file holds, from its first byte on.
+
+    Attributes:
+        header: everything before the data.
+        order: positions, among the pieces, of those that are stored, in the order of the data.
+        sizes: how many bytes each of these has.
+    """
+
+    header: bytes = field(repr=False)
+    order: Sequence[int] = field(repr=False)
+    sizes: Sequence[int] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """How large the file is."""
+        return len(self.header) + sum(self.sizes)
+
+
+def lay_out(pieces: Sequence[Piece], plan: FilePlan | None = None) -> FileLayout:
+    """Return how pieces lie in a rank's file; ``plan`` as for :func:`write_rank_file`.
+
+    Raises:
+        ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
+    """
+    if plan is None:
+        plan = plan_file([])
+    others = pieces[plan.count :]
     order, nbytes = _arrange(others)
-    if plan is not None and order and DTYPE_NBYTES[others[order[0]].dtype] > plan.last_itemsize:
-        return write_rank_file(path, pieces)
-    header = encode_header([others[i] for i in order], None if plan is None else plan.header)
-    buffers = [memoryview(header)]
-    parts: list[tuple[Sequence[int], Sequence[int], int]] = [] if plan is None else [(plan.order, plan.nbytes, 0)]
-    for positions, sizes, start in [*parts, (order, nbytes, planned)]:
-        for i, size in zip(positions, sizes, strict=True):
-            piece, data = pieces[start + i]
-            buffer = as_bytes(data, piece.key)
-            if len(buffer) != size:
-                raise ValueError(f"'{piece.key}' has {len(buffer)} bytes, and {piece.numel} elements of {piece.dtype} are {size}")
-            buffers.append(buffer)
-    return write_file(path, buffers, len(buffers) - 1, len(header))
+    if order and DTYPE_NBYTES[others[order[0]].dtype] > plan.last_itemsize:
+        return lay_out(pieces)
+    header = encode_header([others[i] for i in order], plan.header)
+    return FileLayout(header, [*plan.order, *(plan.count + i for i in order)], [*plan.nbytes, *nbytes])
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A rank's file, whole, in memory.
+
+    Attributes:
+        data: its bytes, 1-D; nobody changes them while they are written.
+        pieces: how many it holds.
+        header_nbytes: how much of it is header.
+    """
+
+    data: memoryview = field(repr=False)
+    pieces: int
+    header_nbytes: int
+
+
+def write_image(path: Path, image: FileImage) -> FileRecord:
+    """Write a new file, wait until it is on the disk, and return its record, as :func:`write_rank_file` does.
+
+    Where memory and file system allow it, that is done without the system's cache, beside what the processor computes. A file that is
+    read soon afterwards then comes from the disk.
+
+    Raises:
+        FileExistsError: the file is there already; it was not touched.
+        OSError: the system refused, e.g. the disk is full; it names the file. The file was removed.
+    """
+    digester = Digester(image.header_nbytes)
+    with _new_file(path) as descriptor:
+        done = write_directly(descriptor, image.data, digester.update)
+        _write(descriptor, [image.data[done:]], digester)
+    return FileRecord(path.name, len(image.data), image.pieces, digester.finish(), image.header_nbytes)
 
 
 def _arrange(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
@@ -126,16 +188,18 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         OSError: the system refused, e.g. the disk is full; it names the file. The file was removed.
     """
     digester = Digester(header_nbytes)
+    with _new_file(path) as descriptor:
+        _write(descriptor, buffers, digester)
+    return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """Make a new file; wait at the end until it is on the disk, and remove it where anything failed."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            writeback = Writeback(descriptor)
-            for group in in_groups(together(buffers), CACHED_NBYTES):
-                write_group(descriptor, group)
-                # Now, while the processor still has these bytes at hand.
-                for buffer in group:
-                    digester.update(buffer)
-                writeback.advance(sum(map(len, group)))
+            yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -145,4 +209,14 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)
         raise
-    return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
+
+
+def _write(descriptor: int, buffers: Sequence[memoryview], digester: Digester) -> None:
+    """Write buffers, one behind the other, and digest them."""
+    writeback = Writeback(descriptor)
+    for group in in_groups(together(buffers), CACHED_NBYTES):
+        write_group(descriptor, group)
+        # Now, while the processor still has these bytes at hand.
+        for buffer in group:
+            digester.update(buffer)
+        writeback.advance(sum(map(len, group)))

@@ -17,6 +17,7 @@ import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -34,6 +35,7 @@ from paddle.nn import functional as F
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
 from paddle_fsdp_ckpt.host_memory import bytes_of, copy_bytes
+from paddle_fsdp_ckpt.storage import direct
 from paddle_fsdp_ckpt.storage.read_lock import reading, removing
 
 GLOBAL_BATCH = 12
@@ -305,7 +307,8 @@ def save_async_and_change(root: str, path: str) -> tuple[bool, list[float]]:
     for _ in range(2):
         train_step(model, optimizer)
     ckpt.save(path, model=model, optimizer=optimizer, step=10)
-    with CheckpointManager(root, async_save=True) as checkpoints:
+    # So little would go through the system's cache.
+    with mock.patch.object(direct, "_LEAST_NBYTES", 0), CheckpointManager(root, async_save=True) as checkpoints:
         checkpoints.save(10, model=model, optimizer=optimizer)
         with paddle.no_grad():
             for parts in (ckpt.sharded_state_dict(model), ckpt.optimizer_sharded_state_dict(optimizer)):
@@ -723,7 +726,7 @@ def die_in_background(root: str, dying: int) -> tuple[str, str, float]:
     model, optimizer = build()
     checkpoints = CheckpointManager(root, async_save=True, timeout_seconds=1.0)
     if this_rank().rank == dying:
-        module.write_rank_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        module.write_image = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     checkpoints.save(1, model=model, optimizer=optimizer)
     started = time.monotonic()
     try:
@@ -750,7 +753,7 @@ def fail_once_in_background(root: str, failing: int, what: str) -> tuple[str, li
         checkpoints.save(1, model=model, optimizer=optimizer)
         checkpoints.wait()
         if this_rank().rank == failing:
-            patch.setattr(*((module, "write_rank_file", write) if what == "write" else (checkpoints._buffer, "copy", copy)))
+            patch.setattr(*((module, "write_image", write) if what == "write" else (checkpoints._buffer, "copy", copy)))
         started = time.monotonic()
         checkpoints.save(2, model=model, optimizer=optimizer)
         try:
