@@ -25,16 +25,20 @@ class ProgressLine:
     holds nobody up.
     """
 
-    def __init__(self, stream: TextIO | None, what: str = "", *, is_wanted: bool = True) -> None:
+    def __init__(
+        self, stream: TextIO | None, what: str = "", *, is_wanted: bool = True, is_awaited: Callable[[], bool] | None = None
+    ) -> None:
         """Begin to count the time; nothing is shown before two seconds are over.
 
         Args:
             stream: where to; a standard stream, which is None in a process that was started without.
             what: stands before the figures.
             is_wanted: False for a line that is never shown.
+            is_awaited: nothing is shown before this says that somebody waits; None where somebody does from the beginning.
         """
         self._stream = stream
         self._what = what
+        self._is_awaited = is_awaited or (lambda: True)
         self._long_at = time.monotonic() + _LONG_SECONDS
         self._figures = (0, 0)
         self._look: Callable[[], tuple[int, int]] = lambda: self._figures
@@ -80,6 +84,9 @@ class ProgressLine:
         """Show the bar until it is over."""
         if over.wait(max(self._long_at - time.monotonic(), _PAUSE_SECONDS)):
             return
+        while not self._is_awaited():
+            if over.wait(_PAUSE_SECONDS):
+                return
         # Without rich, or where the terminal fails, there is no bar, and that is all.
         with suppress(Exception), _Bar(self._stream, self._what) as bar:
             while not over.is_set():
@@ -155,9 +162,9 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
-def long_progress(what: str, rank: int) -> ProgressLine:
-    """Return a line on the terminal of a job's first rank, for what may take long."""
-    return ProgressLine(sys.stderr, what, is_wanted=rank == 0)
+def long_progress(what: str, rank: int, is_awaited: Callable[[], bool] | None = None) -> ProgressLine:
+    """Return a line on the terminal of a job's first rank, for what may take long; ``is_awaited`` as for :class:`ProgressLine`."""
+    return ProgressLine(sys.stderr, what, is_wanted=rank == 0, is_awaited=is_awaited)
 
 
 @contextmanager

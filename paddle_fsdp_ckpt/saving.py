@@ -89,7 +89,7 @@ def save(
         trainable_only=trainable_only,
         timeout_seconds=timeout_seconds,
     )
-    commit_save(prepared, None, rendezvous, is_watched=True)
+    commit_save(prepared, None, rendezvous)
 
 
 @dataclass(frozen=True)
@@ -266,14 +266,16 @@ def prepare_save(
     return prepared[0]
 
 
-def commit_save(prepared: PreparedSave, image: FileImage | None, rendezvous: Rendezvous, *, is_watched: bool) -> int:
+def commit_save(
+    prepared: PreparedSave, image: FileImage | None, rendezvous: Rendezvous, is_awaited: Callable[[], bool] | None = None
+) -> int:
     """Write a prepared save and make it visible. No Paddle collective runs here, so that it may be called from another thread.
 
     Args:
         prepared: on all ranks the same save.
         image: a copy of this rank's file; None for what :meth:`PreparedSave.contents` yields, as it is now.
         rendezvous: of the same ranks; another connection where this is another thread.
-        is_watched: whether somebody waits for it, who sees on a terminal how far it is.
+        is_awaited: tells at any time whether somebody waits for it, who sees on a terminal how far it is; None where the caller does.
 
     Returns:
         How many bytes all ranks' files have, on rank 0; 0 elsewhere.
@@ -285,7 +287,7 @@ def commit_save(prepared: PreparedSave, image: FileImage | None, rendezvous: Ren
 
     def write_files(directory: Path) -> FileRecord:
         path = directory / rank_file_name(rendezvous.rank)
-        progress = long_progress("saving", rendezvous.rank if is_watched else -1)
+        progress = long_progress("saving", rendezvous.rank, is_awaited)
         with watching_file(path, prepared.nbytes, progress):
             if image is not None:
                 return write_image(path, image)

@@ -158,3 +158,34 @@ def test_the_first_rank_shows_saves_and_loads(tmp_path: Path, ranks: Ranks, with
         assert is_clean(shown)
         assert bool(shown) == (with_rich and HAS_BARS)
         assert all(line.startswith(f"{what} ") for line in lines_over(shown) if line)
+
+
+def save_in_background_on_a_terminal(root: str) -> tuple[str, str]:
+    """What this rank's terminal shows of a save in the background, before and after somebody waits for it."""
+    shows = HAS_BARS and this_rank().rank == 0
+    model = paddle.nn.Linear(300, 400)
+    ckpt.fully_shard(model, optimizer=None)
+    terminal, awaited, real = Terminal(), threading.Event(), ckpt.saving.write_image
+
+    def write(*args: Any) -> Any:
+        assert awaited.wait(60)
+        terminal.shown("saving" if shows else "")
+        return real(*args)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(progress, **EVERYTHING_IS_LONG))
+        stack.enter_context(patch.object(sys, "stderr", terminal.stream))
+        stack.enter_context(patch.object(ckpt.saving, "write_image", write))
+        with ckpt.CheckpointManager(root, async_save=True) as checkpoints:
+            checkpoints.save(1, model=model)
+            before = terminal.shown()
+            awaited.set()
+            checkpoints.wait()
+            return before, terminal.shown()
+
+
+def test_a_save_in_the_background_is_shown_to_who_waits_for_it(tmp_path: Path, ranks: Ranks) -> None:
+    (before, shown), other = ranks(2).run(save_in_background_on_a_terminal, str(tmp_path / "root"))
+    assert (before, *other) == ("", "", "")
+    assert is_clean(shown)
+    assert bool(shown) == HAS_BARS

@@ -52,9 +52,14 @@ class HostBuffer:
 
 
 class Worker:
-    """Runs one job at a time in a thread of its own. A process that ends waits for it; what failed is raised later, once."""
+    """Runs one job at a time in a thread of its own. A process that ends waits for it; what failed is raised later, once.
+
+    Attributes:
+        is_awaited: whether somebody waits for the job that runs.
+    """
 
     def __init__(self) -> None:
+        self.is_awaited = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         _end_with(self)
@@ -100,7 +105,11 @@ class Worker:
     def join(self) -> None:
         """Wait until no job runs."""
         if self._thread is not None:
-            self._thread.join()
+            self.is_awaited = True
+            try:
+                self._thread.join()
+            finally:
+                self.is_awaited = False
 
     def say_what_failed(self) -> None:
         """Log what failed and was not raised yet."""

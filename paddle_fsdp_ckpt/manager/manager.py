@@ -262,7 +262,14 @@ class CheckpointManager:
         except BaseException as error:  # noqa: BLE001 - the other ranks, whose jobs begin, must hear of it from this rank's
             failure = error
         blocked_seconds = time.monotonic() - job.started
-        job = replace(job, image=image, failure=failure, rendezvous=self._background, blocked_seconds=blocked_seconds)
+        job = replace(
+            job,
+            image=image,
+            failure=failure,
+            rendezvous=self._background,
+            blocked_seconds=blocked_seconds,
+            is_awaited=lambda: self._worker.is_awaited,
+        )
         self._worker.start(lambda: self._done.append((job.step, job.run())))
         if failure is not None and not isinstance(failure, Exception):
             raise failure

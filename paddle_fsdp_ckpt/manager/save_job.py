@@ -39,6 +39,7 @@ class SaveJob:
         image: a copy of this rank's file; None for the live tensors.
         failure: why there is no copy although there should be: all ranks raise it.
         blocked_seconds: how long the caller waited; None where it waits for all of this.
+        is_awaited: tells whether somebody waits for it by now; None where the caller does anyway.
     """
 
     where: Path
@@ -54,6 +55,7 @@ class SaveJob:
     image: FileImage | None = None
     failure: BaseException | None = None
     blocked_seconds: float | None = None
+    is_awaited: Callable[[], bool] | None = None
 
     def run(self) -> Root:
         """Write, commit, remove what nothing keeps, and tell; return what the root holds then.
@@ -64,7 +66,7 @@ class SaveJob:
         timeout = self.prepared.timeout_seconds
         if self.blocked_seconds is not None:
             exchange(self.rendezvous, f"{self.prepared.token}/copied", self._check_copied, lambda _: None, timeout)
-        nbytes = commit_save(self.prepared, self.image, self.rendezvous, is_watched=self.blocked_seconds is None)
+        nbytes = commit_save(self.prepared, self.image, self.rendezvous, self.is_awaited)
         verdict = exchange(self.rendezvous, f"{self.prepared.token}/keep", lambda: None, lambda _: self._remove(), timeout)
         root = Root.from_json(verdict["root"])
         if self.rendezvous.rank == COORDINATOR:
