@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 import stat
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,8 +14,7 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.base import core
 
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.05
+from .storage.polling import look_until_there
 
 
 class StoreRendezvous:
@@ -87,13 +85,8 @@ class StoreRendezvous:
             TimeoutError: it was not there in time.
             ConnectionError: the store is gone.
         """
-        deadline = time.monotonic() + timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._is_there(key):
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"nothing under '{key}' after {timeout_seconds:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if look_until_there(lambda: self._is_there(key) or None, timeout_seconds) is None:
+            raise TimeoutError(f"nothing under '{key}' after {timeout_seconds:g} s")
         with _named_errors():
             return bytes(self._store.get(key))
 

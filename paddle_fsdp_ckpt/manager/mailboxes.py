@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.05
+from ..storage.polling import look_until_there
 
 
 class Store(Protocol):
@@ -75,19 +73,18 @@ class Mailboxes:
         Raises:
             TimeoutError: it was not there in time.
         """
+        value = look_until_there(lambda: self._look(key), timeout_seconds)
+        if value is None:
+            raise TimeoutError(f"nothing under '{key}' after {timeout_seconds:g} s")
+        return value
+
+    def _look(self, key: str) -> bytes | None:
         box = self._box(key)
-        deadline = time.monotonic() + timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            if box in self._seen or self._store.count(f"{box}/there", 0):
-                self._seen.add(box)
-                there, _, value = self._store.read(box).partition(b"\n")
-                if there == key.encode():
-                    return value
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"nothing under '{key}' after {timeout_seconds:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if box not in self._seen and not self._store.count(f"{box}/there", 0):
+            return None
+        self._seen.add(box)
+        there, _, value = self._store.read(box).partition(b"\n")
+        return value if there == key.encode() else None
 
     def forget(self, key: str) -> None:
         """Do nothing: the next message takes the place of this one."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 from ..errors import CheckpointError, RankFailedError
 from ..storage.agreement import COORDINATOR
 from ..storage.format import JsonValue
+from ..storage.polling import look_until_there
 from .arguments import positive_number, whole_number
 
-_FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.01
 _BITS = 20
 
@@ -69,18 +69,20 @@ class Ballot:
             RankFailedError: some did not in time.
         """
         turn, self._turn = self._turn, 1 - self._turn
-        total = self._counter.count(self._keys[turn], 1 + (save << _BITS) + (stop << 2 * _BITS))
-        deadline = time.monotonic() + self._timeout
-        pause = _FIRST_PAUSE_SECONDS
-        while (arrived := (total - self._before[turn]) % (1 << _BITS)) < self._counter.world_size:
-            if time.monotonic() >= deadline:
-                raise RankFailedError(
-                    f"should_save: only {arrived} of {self._counter.world_size} ranks called it within {self._timeout:g} s; all ranks must "
-                    "call it at the end of each step"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            total = self._counter.count(self._keys[turn], 0)
+        amount, arrived = 1 + (save << _BITS) + (stop << 2 * _BITS), 0
+
+        def look() -> int | None:
+            nonlocal amount, arrived
+            total, amount = self._counter.count(self._keys[turn], amount), 0
+            arrived = (total - self._before[turn]) % (1 << _BITS)
+            return total if arrived >= self._counter.world_size else None
+
+        total = look_until_there(look, self._timeout, _LONGEST_PAUSE_SECONDS)
+        if total is None:
+            raise RankFailedError(
+                f"should_save: only {arrived} of {self._counter.world_size} ranks called it within {self._timeout:g} s; all ranks must "
+                "call it at the end of each step"
+            )
         votes, self._before[turn] = total - self._before[turn], total
         return Verdict(votes >> _BITS & (1 << _BITS) - 1, votes >> 2 * _BITS)
 
