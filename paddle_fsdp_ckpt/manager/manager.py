@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -31,9 +31,10 @@ from .restoring import RestoreReport, Restoring
 from .retention import Retention, missing_metrics, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
-from .steps import Root, heal_root, read_root, step_name
+from .steps import Root, read_root, step_name
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
 from .votes import Schedule
+from .writer_lock import WriterLock, heal_root
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -42,8 +43,10 @@ class CheckpointManager:
     """The checkpoints of one run, in step directories such as ``step_00000100`` under one root.
 
     All ranks make one alike, with the same root, and call its methods alike, but for :meth:`latest_step`, :meth:`all_steps` and the
-    attributes, which are the same on all ranks at any time. The root is this manager's alone while it is open; others may read the
-    steps in it with ``load``. Rank 0 decides what it holds.
+    attributes, which are the same on all ranks at any time. Rank 0 decides what the root holds.
+
+    One manager at a time writes to a root: from its beginning where it is told anything of saving, such as ``max_to_keep`` or
+    ``save_every_steps``, else from its first save, and until it is closed or its process ends. Others may restore meanwhile.
 
     A step is the number of steps that were taken: what is saved as 1 is there after the first one, and a run that restored it goes on
     with the second.
@@ -87,7 +90,7 @@ class CheckpointManager:
             timeout_seconds: how long to wait for the slowest rank wherever ranks wait for each other.
 
         Raises:
-            CheckpointError: an argument is not what it must be.
+            CheckpointError: an argument is not what it must be; or another process writes to the root, and did not end within 30 s.
             RankFailedError: another rank raised, or the roots differ.
         """
         self.restored: RestoreReport | None = None
@@ -117,14 +120,19 @@ class CheckpointManager:
                 stop_signals=stop_signals,
             )
             undo.callback(self._schedule.close)
+            self._lock = WriterLock(self._where)
+            undo.callback(self._lock.release)
             return [str(self._where), bool(overwrite), bool(async_save), when_busy, *self._schedule.described()]
 
         def look(ranks: list[JsonValue]) -> JsonValue:
             whats = ("root", "overwrite", "async_save", "when_busy", "save_every_steps and save_every_minutes", "signals")
             for what, values in zip(whats, zip(*ranks, strict=True), strict=True):
                 check_same("CheckpointManager", what, values, "nothing was changed", shown=True)
-            for step in heal_root(self._where):
-                _LOG.warning("'%s' was renamed back: a save that was to replace it was killed", self._where / step_name(step))
+            if self._where.is_dir() and (overwrite or async_save or max_to_keep is not None or keep or self._schedule.is_any):
+                # Where the file of the lock can't be written, steps can still be restored; a save will say what is wrong.
+                with suppress(OSError):
+                    self._lock.hold(timeout_seconds)
+            heal_root(self._lock, self._where)
             return read_root(self._where, metrics=need_metrics(self._policies)).to_json()
 
         with ExitStack() as undo:
@@ -193,7 +201,8 @@ class CheckpointManager:
 
         Raises:
             TargetExistsError: the root holds steps that this run did not resume, or a later one, or the step itself.
-            CheckpointError: something can't be saved; nothing was. Or an earlier save in the background failed.
+            CheckpointError: something can't be saved, or another process writes to the root; nothing was. Or an earlier save in the
+                background failed.
             RankFailedError: another rank failed.
         """
         started = time.monotonic()
@@ -218,7 +227,11 @@ class CheckpointManager:
                 self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
             return [number, digest]
 
-        self._meet("check", check, check_same_save)
+        def decide(ranks: list[JsonValue]) -> None:
+            check_same_save(ranks)
+            self._hold_lock()
+
+        self._meet("check", check, decide)
         step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._where / step_name(step),
@@ -366,8 +379,7 @@ class CheckpointManager:
                 self._meet("close", lambda: None, lambda _: None)
                 let_all_hear(self._rendezvous, self._next_token("closed"), self._timeout)
             finally:
-                # Only now: a launcher sends its SIGTERM several times, and another one must not kill the last save.
-                self._schedule.close()
+                self._stop_listening()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -383,7 +395,24 @@ class CheckpointManager:
         except CheckpointError:
             _LOG.exception("a save in the background failed too")
         finally:
-            self._schedule.close()
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        """Let signals do again what they did, and other runs write to the root; once the last save is there.
+
+        A launcher sends its SIGTERM several times, and another one must not kill the last save.
+        """
+        self._schedule.close()
+        self._lock.release()
+
+    def _hold_lock(self) -> None:
+        """Be, from now on, the only one that writes to the root; on rank 0."""
+        if self._lock.hold(self._timeout):
+            try:
+                self._steps.check_nothing_new(read_root(self._where, self._steps.root.steps))
+            except BaseException:
+                self._lock.release()
+                raise
 
     def _next_token(self, what: str) -> str:
         self._meetings += 1

@@ -48,6 +48,19 @@ class RunSteps:
                 "ascending order; a run that goes back says restore(step=..., discard_later=True)"
             )
 
+    def check_nothing_new(self, root: Root) -> None:
+        """Raise where a root holds steps now that it did not when it was looked at last.
+
+        Raises:
+            TargetExistsError: another run saved some.
+        """
+        new = sorted({*root.numbers} - {*self.root.numbers})
+        if new:
+            raise TargetExistsError(
+                f"another run saved {names_of(new)} in '{self._where}' since this one looked; nothing was saved. Make a new manager, and "
+                "go on with restore(), or choose another root"
+            )
+
     def restored(self, step: int, *, discard_later: bool, damaged: Collection[int]) -> None:
         """Take note that the run goes on from a step: later ones are foreign if they are discarded, else those that are damaged."""
         self.foreign |= {one for one in self.own() if one > step} if discard_later else set(damaged)

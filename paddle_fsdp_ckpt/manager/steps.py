@@ -16,12 +16,12 @@ from pathlib import Path
 
 from ..errors import CheckpointError, listing
 from ..storage.agreement import COORDINATOR
-from ..storage.commit import heal_target
 from ..storage.format import MANIFEST_NAME, JsonValue, parse_json, parse_left_over
 from ..storage.index import read_manifest
 from ..storage.reserved_keys import METRICS_KEY, read_bytes
 
 HISTORY_NAME = "history.jsonl"
+WRITER_LOCK_NAME = ".writer.lock"
 
 _STEP = re.compile("step_([0-9]{8,18})", re.ASCII)
 _REMOVED = re.compile(r"\.(?P<target>step_[0-9]{8,18})\.removed-[0-9a-f]{16}", re.ASCII)
@@ -109,20 +109,16 @@ def read_root(root: Path, known: Iterable[SavedStep] = (), *, metrics: bool = Fa
         reason = _why_no_step(root / name)
         if reason is None:
             steps.append(known_by_name.get(name) or _read_step(root, name, metrics))
-        elif name != HISTORY_NAME:
+        elif name not in (HISTORY_NAME, WRITER_LOCK_NAME):
             skipped[name] = reason
     return Root(tuple(sorted(steps, key=lambda one: one.step)), skipped)
 
 
-def heal_root(root: Path) -> list[int]:
-    """Give steps their names back that were renamed aside by saves that were then killed, and return their numbers."""
-    healed = []
-    for name in sorted(os.listdir(root)) if root.is_dir() else []:
-        target, kind = parse_left_over(name) or ("", "")
-        step = parse_step(target)
-        if kind == "replaced" and step is not None and heal_target(root / target):
-            healed.append(step)
-    return healed
+def steps_aside(root: Path) -> list[int]:
+    """Return the numbers of the steps that were renamed aside by saves that were then killed, or are not finished, and are not there."""
+    left = [parse_left_over(name) or ("", "") for name in (sorted(os.listdir(root)) if root.is_dir() else [])]
+    aside = {step for target, kind in left if kind == "replaced" and (step := parse_step(target)) is not None}
+    return sorted(step for step in aside if not os.path.lexists(root / step_name(step)))
 
 
 def clear_left_overs(root: Path) -> None:

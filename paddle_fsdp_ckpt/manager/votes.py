@@ -184,6 +184,15 @@ class Schedule:
         self._save_signals, self._stop_signals = tuple(save_signals), tuple(stop_signals)
         self._signals = Signals([*save_signals, *stop_signals])
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anything ever makes it say yes."""
+        return self._every_steps is not None or self._has_votes
+
+    @property
+    def _has_votes(self) -> bool:
+        return self._every_minutes is not None or bool(self._save_signals or self._stop_signals)
+
     def described(self) -> tuple[JsonValue, JsonValue]:
         """Return the steps and minutes, and the signals, which must be the same on all ranks."""
         signals = [sorted(map(int, numbers)) for numbers in (self._save_signals, self._stop_signals)]
@@ -196,7 +205,7 @@ class Schedule:
             RankFailedError: some rank did not call it in time.
         """
         due = self._every_steps is not None and step % self._every_steps == 0
-        if self._every_minutes is None and not self._save_signals and not self._stop_signals:
+        if not self._has_votes:
             return due
         save = self._signals.take(self._save_signals) or (self._is_first and self._clock.is_due())
         verdict = self._ballot.vote(save=save, stop=self._signals.take(self._stop_signals) or self.should_stop)

@@ -88,7 +88,7 @@ def commit_checkpoint(
         _check_replaceable(real_target, overwrite)
         _clear_left_overs(real_target)
         made.append(real_target.parent / staging_name(real_target.name, nonce))
-        _make_parents(made[0])
+        make_parents(made[0])
         made[0].mkdir()
         (made[0] / _NONCE_NAME).write_text(nonce)
         return [str(made[0]), nonce]
@@ -250,7 +250,7 @@ def _remove_replaced(target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _make_parents(path: Path) -> None:
+def make_parents(path: Path) -> None:
     """Make the directories above ``path`` that are missing, so that they outlive a power failure."""
     missing = [parent for parent in path.parents if not parent.exists()]
     for parent in reversed(missing):

@@ -1,0 +1,126 @@
+"""Two runs don't write to one root at once: the second hears who writes there, and what only reads is not kept off."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import manager_cases as cases
+import pytest
+from harness import RankPool
+
+from paddle_fsdp_ckpt.errors import CheckpointError
+from paddle_fsdp_ckpt.manager.steps import WRITER_LOCK_NAME, read_root
+from paddle_fsdp_ckpt.manager.writer_lock import WriterLock
+
+Ranks = Callable[[int], RankPool]
+
+
+def test_the_second_run_is_told_of_the_first(tmp_path: Path, ranks: Ranks, single: RankPool) -> None:
+    root = str(tmp_path / "root")
+    ((pid, in_process),) = single.run(cases.begin_to_write, root, 1)
+    assert in_process.startswith(
+        f"another CheckpointManager of this process writes to '{root}'; nothing was changed. close() that one first"
+    )
+    holder = f"process {pid} on host '{socket.gethostname()}' writes to '{root}', as rank 0 of another run"
+    for step, at_save, at_once in ranks(2).run(cases.write_beside, root):
+        assert step == 1
+        assert holder in at_save and holder in at_once
+    assert ranks(2).run(cases.look, root) == [1, 1]
+    single.run(cases.write_and_end, 2)
+    for text in ranks(2).run(cases.save_after_a_look, 3):
+        assert "another run saved step_00000002" in text
+    assert [*ranks(2).run(cases.call, "save_in_used_root", (root,), {"resume": True, "step": 3})] == [[1, 2, 3]] * 2
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in (1, 2, 3))]
+
+
+@contextmanager
+def holding(root: Path, *, with_a_child: bool = False) -> Iterator[Callable[[], None]]:
+    """Let another process hold the lock of a root, and give a function that kills it; a child of it may live on till the end."""
+    is_held, tell = os.pipe()
+    until, end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(end)
+        lock = WriterLock(root)
+        if lock.hold(0.0) and (not with_a_child or os.fork()):
+            os.write(tell, b"x")
+        os.read(until, 1)
+        os._exit(0)
+    os.close(until)
+    assert os.read(is_held, 1) == b"x"
+    try:
+        yield lambda: os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(end)
+        os.waitpid(pid, 0)
+        os.close(is_held)
+        os.close(tell)
+
+
+@pytest.mark.parametrize("with_a_child", [False, True])
+def test_a_run_that_is_dying_is_waited_for(with_a_child: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = WriterLock(tmp_path / "root")
+    with holding(tmp_path / "root", with_a_child=with_a_child) as kill:
+        with pytest.raises(CheckpointError, match="process [0-9]+ on host .* writes to"):
+            lock.hold(0.0)
+        handler = logging.Handler()
+        handler.emit = lambda record: kill()  # type: ignore[method-assign]
+        log = logging.getLogger("paddle_fsdp_ckpt")
+        log.addHandler(handler)
+        try:
+            started = time.monotonic()
+            assert lock.hold(30.0)
+        finally:
+            log.removeHandler(handler)
+        assert time.monotonic() - started < 20
+        assert "waiting up to 30 s for it to end" in caplog.messages[-1]
+    assert not lock.hold(0.0), "it is held already"
+    lock.release()
+
+
+def test_what_a_run_forked_keeps_nothing_and_gives_up_nothing(tmp_path: Path) -> None:
+    first, second = WriterLock(tmp_path), WriterLock(tmp_path)
+    assert first.hold(0.0)
+    child = os.fork()
+    if child == 0:
+        first.release()
+        os._exit(0 if not second.try_to_hold() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not second.try_to_hold()
+    assert read_root(tmp_path).skipped == {}
+    first.release()
+    assert second.hold(0.0)
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_root_that_was_removed_is_held_anew(tmp_path: Path) -> None:
+    first, second = WriterLock(tmp_path / "root"), WriterLock(tmp_path / "root")
+    for _ in range(2):
+        assert first.hold(0.0)
+        (tmp_path / "root" / WRITER_LOCK_NAME).unlink()
+    assert second.hold(0.0)
+    with pytest.raises(CheckpointError, match="writes to"):
+        first.hold(0.0)
+    second.release()
+
+
+def test_where_there_are_no_locks_nobody_is_kept_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    first, second = WriterLock(tmp_path), WriterLock(tmp_path)
+    assert first.hold(0.0) and second.hold(0.0)
+    for lock in (first, second):
+        lock.release()
+    assert not list(tmp_path.iterdir())
