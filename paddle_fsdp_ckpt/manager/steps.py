@@ -170,9 +170,20 @@ def _why_no_step(path: Path) -> str | None:
         return "not made by this manager"
     if path.is_symlink() or not path.is_dir():
         return "not made by this manager: it is no directory of its own"
-    if not os.path.lexists(path / MANIFEST_NAME):
+    if not _may_be_there(path / MANIFEST_NAME):
         return f"it has no {MANIFEST_NAME}, so no save of this package finished it"
     return None
+
+
+def _may_be_there(path: Path) -> bool:
+    """Tell whether a file is there, or can't be looked at: whoever loads the step must hear of that."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:

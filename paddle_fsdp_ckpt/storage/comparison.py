@@ -9,6 +9,7 @@ from ..errors import CorruptCheckpointError
 from ..pieces import overlaps
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, StoredPiece, open_rank_file
+from .system_errors import reading_file
 
 _CHUNK_NBYTES = 4 << 20
 
@@ -39,7 +40,10 @@ def _overlap_is_same(index: CheckpointIndex, one: StoredPiece, other: StoredPiec
             offset, other_offset = one.byte_offset + start * itemsize, other.byte_offset + other_start * itemsize
             for done in range(0, numel * itemsize, _CHUNK_NBYTES):
                 nbytes = min(_CHUNK_NBYTES, numel * itemsize - done)
-                chunk, other_chunk = os.pread(descriptors[0], nbytes, offset + done), os.pread(descriptors[1], nbytes, other_offset + done)
+                with reading_file(index.path / one.file_name):
+                    chunk = os.pread(descriptors[0], nbytes, offset + done)
+                with reading_file(index.path / other.file_name):
+                    other_chunk = os.pread(descriptors[1], nbytes, other_offset + done)
                 if len(chunk) != nbytes or len(other_chunk) != nbytes:
                     raise CorruptCheckpointError(
                         f"'{index.path}': {one.file_name} or {other.file_name} was cut while it was read; nothing was changed"

@@ -18,6 +18,7 @@ from ..pieces import Piece
 from .digests import digest
 from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
 from .header import Box, Entry, decode_header, header_nbytes
+from .system_errors import reading_file
 
 Stored: TypeAlias = "tuple[int, Box, int, int, int]"
 """A stored piece of a known key, without the key: position of its file in the index, box, first and past-the-last element of
@@ -131,7 +132,7 @@ def read_damaged_manifest(path: Path) -> Manifest:
 
 def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
     descriptor, size = open_inside(path, MANIFEST_NAME)
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb") as file, reading_file(path / MANIFEST_NAME):
         if size > MAX_MANIFEST_NBYTES:
             raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
         encoded = file.read(size)
@@ -198,6 +199,7 @@ def open_inside(directory: Path, name: str) -> tuple[int, int]:
 
     Raises:
         IncompleteCheckpointError: the file is missing.
+        CorruptCheckpointError: the disk doesn't give it.
         UnsafeCheckpointError: it is a link that leads out of the directory, or not a regular file.
     """
     root = os.path.realpath(directory)
@@ -206,7 +208,8 @@ def open_inside(directory: Path, name: str) -> tuple[int, int]:
         raise UnsafeCheckpointError(f"'{directory / name}' leads out of its directory, to '{real}'; it was not opened. Copy the file in")
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for ever.
-        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with reading_file(directory / name):
+            descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise IncompleteCheckpointError(
             f"'{directory}' lacks the file {name}; restore it from a copy, or load another checkpoint"
@@ -249,7 +252,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _read_header(directory: Path, record: FileRecord) -> bytes:
-    with open(open_rank_file(directory, record), "rb") as file:
+    with open(open_rank_file(directory, record), "rb") as file, reading_file(directory / record.name):
         length_field = file.read(LENGTH_NBYTES)
         length = header_nbytes(length_field, record.size, _where(directory, record))
         header = file.read(length)

@@ -21,6 +21,7 @@ from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, open_rank_file
 from .plan import Duplicate, ReadPlan
+from .system_errors import reading_file
 
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
@@ -80,7 +81,7 @@ def differing_duplicates(index: CheckpointIndex, duplicates: Iterable[Duplicate]
     """Read both copies of what is stored twice, and yield the parts that differ.
 
     Raises:
-        CorruptCheckpointError: a chunk is damaged, or a file changed underneath.
+        CorruptCheckpointError: a chunk is damaged or can't be read, or a file changed underneath.
         IncompleteCheckpointError: a file vanished.
     """
     for batch in _batches(duplicates):
@@ -109,7 +110,7 @@ def verify_first(plan: ReadPlan, on_read: Callable[[int], None] | None = None) -
     ``on_read`` is told of each few bytes that were read.
 
     Raises:
-        CorruptCheckpointError: a chunk is damaged, or a file changed underneath.
+        CorruptCheckpointError: a chunk is damaged or can't be read, or a file changed underneath.
         IncompleteCheckpointError: a file vanished.
         OSError: the system refused.
     """
@@ -145,7 +146,8 @@ def execute_read(
 
     Raises:
         ValueError: the destinations don't fit the targets. Nothing was changed.
-        CorruptCheckpointError: a chunk is damaged, or a file is shorter than it was; some destinations may have been written to.
+        CorruptCheckpointError: a chunk is damaged or can't be read, or a file is shorter than it was; some destinations may have been
+            written to.
         IncompleteCheckpointError: a file vanished; some destinations may have been written to.
         OSError: the system refused; some destinations may have been written to.
     """
@@ -250,7 +252,7 @@ def _read_chunks(
         return sum(read.chunk.stop - read.chunk.start for read in some)
 
     try:
-        with ThreadPoolExecutor(_READERS) as pool:
+        with reading_file(index.path / index.files[file].name, consequence), ThreadPoolExecutor(_READERS) as pool:
             parts = _in_lists(reads, _CHUNKS_A_READER)
             # Not all at once, so that after an error little more is read.
             while batch := list(itertools.islice(parts, 2 * _READERS)):
@@ -262,9 +264,6 @@ def _read_chunks(
                 for nbytes in done:
                     if on_read is not None:
                         on_read(nbytes)
-    except OSError as error:  # a read doesn't say of what
-        error.filename = error.filename or str(index.path / index.files[file].name)
-        raise
     finally:
         os.close(descriptor)
 

@@ -24,6 +24,7 @@ from .index import CheckpointIndex, Stored, open_inside, read_index, without_gar
 from .metadata import StockPiece, read_metadata
 from .pickles import PickledArray, read_arrays
 from .reserved_keys import without_reserved
+from .system_errors import reading_file
 
 _METADATA_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _DATA_NAME = re.compile(r"(?P<rank>0|[1-9][0-9]{0,8})_(?P<id>0|[1-9][0-9]{0,8})\.(?P<kind>distcp|safetensors)", re.ASCII)
@@ -153,7 +154,7 @@ def _choose_save(path: Path, names: list[str]) -> list[_DataFile]:
 
 def _read_metadata(path: Path, name: str) -> Iterator[StockPiece]:
     descriptor, size = open_inside(path, name)
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb") as file, reading_file(path / name):
         if size > _MAX_METADATA_NBYTES:
             raise UnsafeCheckpointError(f"'{path / name}' has {size} bytes, more than any metadata needs; it was not read")
         yield from read_metadata(file, size, f"'{path / name}'")
@@ -211,7 +212,7 @@ def _read_file(path: Path, name: str) -> tuple[int, dict[str, _Found]]:
     """Return a file's size, and what it has under each key."""
     descriptor, size = open_inside(path, name)
     where = f"'{path / name}'"
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb") as file, reading_file(path / name):
         try:
             if name.endswith(".distcp"):
                 return size, dict(_pickled_tensors(read_arrays(file, size, where), where))

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CorruptCheckpointError
 
 _WAYS_OUT = {
     errno.ENOSPC: "the disk is full: make room there, or save elsewhere",
@@ -16,6 +21,31 @@ _WAYS_OUT = {
     errno.ESTALE: "the shared file system lost the file: try again, or look at its server",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n)",
 }
+
+_OF_THE_MEDIUM = frozenset({errno.EIO, errno.EREMOTEIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN, errno.EBADMSG})
+"""What Linux says where bytes can't be had from a disk, or are not those that were written: of what the disk itself says
+(``blk_errors`` in block/blk-core.c) EIO, ENODATA and EILSEQ; of what file systems with checksums of their own do, EIO, EUCLEAN and EBADMSG.
+Not ESTALE: a file that is gone from a server may have been removed while it was read."""
+
+
+@contextmanager
+def reading_file(path: Path, consequence: str = "restore the file from a copy, or load another checkpoint") -> Iterator[None]:
+    """Let an error of the medium in the block, which reads the file of a checkpoint, be damage of that file; any other passes.
+
+    Args:
+        path: the file.
+        consequence: what a failure leaves behind, in words.
+
+    Raises:
+        CorruptCheckpointError: the medium did not give the file's bytes.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a read doesn't say of what
+        if error.errno not in _OF_THE_MEDIUM:
+            raise
+        raise CorruptCheckpointError(f"'{path}' can't be read: {describe_error(error)}; {consequence}") from error
 
 
 def describe_error(error: BaseException) -> str:

@@ -839,3 +839,19 @@ def save_after_a_look(step: int) -> str:
             with pytest.raises(ckpt.CheckpointError) as raised:
                 checkpoints.save(step, model=model, optimizer=optimizer)
     return str(raised.value)
+
+
+def restore_from_a_bad_disk(root: str, code: int) -> tuple[str, str, tuple[int | None, list[int]] | None]:
+    """Restore where the system gives rank 1 an error for the values of step 3: kind and text; and with ``fall_back``, where that works."""
+    read = os.preadv
+
+    def fail(descriptor: int, *rest: Any) -> int:
+        if this_rank().rank == 1 and "step_00000003" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(code, os.strerror(code))
+        return read(descriptor, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        kind, text, same = refuse(root, "restore")
+        assert same
+        return kind, text, fall_back_and_go_on(root, 3) if "fall_back" in text else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -139,6 +141,17 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(damage: str
         assert (step, later) == (2, [1, 2, 3])
     assert not (root / "step_00000005").exists()
     assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.ENOMEM])
+def test_what_the_disk_does_not_give_is_damage_and_what_the_process_lacks_is_not(code: int, root: Path, ranks: Ranks) -> None:
+    first, second = on(ranks(2), cases.restore_from_a_bad_disk, str(root), code)
+    assert "/step_00000003/" in first[1] and os.strerror(code) in first[1]
+    is_damage = code != errno.ENOMEM
+    assert (first[0], second[0]) == ("RankFailedError", "CorruptCheckpointError" if is_damage else "RankFailedError")
+    for _, text, fell_back in (first, second):
+        assert ("step_00000003 is damaged, and the step before it is step_00000002: restore(fall_back=True)" in text) == is_damage
+        assert fell_back == ((2, [1, 2, 3]) if is_damage else None)
 
 
 def test_a_step_that_does_not_fit_is_no_damage(root: Path, ranks: Ranks) -> None:

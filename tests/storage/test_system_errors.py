@@ -1,0 +1,78 @@
+"""What a disk doesn't give is damage of the checkpoint, for all that read it; what the process or the path lacks is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import cut, write_checkpoint
+
+from paddle_fsdp_ckpt.errors import CorruptCheckpointError
+from paddle_fsdp_ckpt.pieces import Piece
+from paddle_fsdp_ckpt.storage import index
+from paddle_fsdp_ckpt.storage.plan import plan_read
+from paddle_fsdp_ckpt.storage.reader import UNCHANGED, execute_read
+from paddle_fsdp_ckpt.storage.verify import verify
+
+
+def read_values(path: Path) -> None:
+    found = index.read_index(path)
+    plan = plan_read(found, [Piece("w", "float32", (6,), (0,), (6,))], found.keys())
+    execute_read(plan, [memoryview(bytearray(24))], UNCHANGED)
+
+
+def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int) -> None:
+    """Let the system refuse to open a file of this name, to read its beginning, or to read from its middle."""
+
+    def checked(file: int | str, call: Callable[[], Any]) -> Any:
+        if Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file).name == name:
+            raise OSError(code, os.strerror(code))
+        return call()
+
+    real_open, real_os_open, real_preadv = open, os.open, os.preadv
+    if where == "open":
+        patch.setattr(os, "open", lambda path, *rest, **options: checked(path, lambda: real_os_open(path, *rest, **options)))
+    elif where == "values":
+        patch.setattr(os, "preadv", lambda descriptor, *rest: checked(descriptor, lambda: real_preadv(descriptor, *rest)))
+    else:
+
+        def open_badly(descriptor: int, mode: str) -> Any:
+            file = real_open(descriptor, mode)
+            read = file.read
+            file.read = lambda *size: checked(descriptor, lambda: read(*size))
+            return file
+
+        patch.setattr(index, "open", open_badly, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("open", "manifest.json"),
+        ("open", "0_0.safetensors"),
+        ("begin", "manifest.json"),
+        ("begin", "0_0.safetensors"),
+        ("values", "0_0.safetensors"),
+    ],
+)
+def test_errors_of_the_medium_are_damage(where: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path / "step", [[cut("w", np.arange(6, dtype=np.float32))]])
+    for code in (errno.EIO, errno.EUCLEAN, errno.EBADMSG):
+        with monkeypatch.context() as patch:
+            failing_at(patch, where, name, code)
+            with pytest.raises(CorruptCheckpointError, match=rf"{name}' can't be read: .*{os.strerror(code)}"):
+                read_values(path)
+            if (where, name) != ("begin", "0_0.safetensors"):  # which verify reads otherwise
+                assert os.strerror(code) in str(verify(path))
+    for code in (errno.EMFILE, errno.EACCES, errno.ESTALE, errno.ENOMEM):
+        with monkeypatch.context() as patch:
+            failing_at(patch, where, name, code)
+            with pytest.raises(OSError, match=f"{os.strerror(code)}.*{name}"):
+                read_values(path)
+    read_values(path)
+    assert verify(path).is_good
