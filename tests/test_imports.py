@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "optimizer_states": (),
     "division": ("errors", "layout"),
     "pieces": ("errors", "layout"),
-    "fsdp": _NOUNS,
+    "fsdp": (*_NOUNS, "host_memory"),
     "optim": (*_NOUNS, "fsdp", "optimizer_states"),
     "training": _RUNTIME,
     "shardings": (*_RUNTIME, "division"),

@@ -108,6 +108,8 @@ def one_rank_differs(what: str) -> str:
         model.blocks[0].up.weight.stop_gradient = True
     if differs and what == "learning rate":
         optimizer.set_lr(0.1)
+    if what == "set_value":
+        model.norm.weight.set_value(paddle.full(model.norm.weight.shape, 0.5 + differs))
     language_loss(run, model, 0).backward()
     with pytest.raises(errors.ShardingError) as caught:
         optimizer.step()

@@ -50,7 +50,7 @@ def test_groups_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         assert "replicate_group needs group" in found["no group"]
 
 
-@pytest.mark.parametrize(("what", "text"), [("frozen", "are frozen"), ("learning rate", "learning rate")])
+@pytest.mark.parametrize(("what", "text"), [("frozen", "are frozen"), ("learning rate", "learning rate"), ("set_value", "set_value")])
 def test_what_one_rank_does_otherwise_all_ranks_refuse(ranks: Ranks, what: str, text: str) -> None:
     for message in ranks(4).run(hybrid_cases.one_rank_differs, what):
         assert text in message
