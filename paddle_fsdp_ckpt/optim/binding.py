@@ -16,7 +16,7 @@ from ..fsdp.paddle_contexts import registered_context
 from .aliases import hold_once, joined_parameters
 from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
-from .hyperparameters import describe_hyperparameters
+from .hyperparameters import describe_hyperparameters, own_settings
 from .parameters import parameter_groups
 from .stepped_gradients import SteppedGradients
 
@@ -281,9 +281,10 @@ class _Binding:
             self._is_compared = True
 
     def _settings_now(self) -> list[Any]:
-        """Return what of the settings is compared at each step: the rates, and all others of the first parameter of each group."""
+        """Return what of the settings is compared at each step: rates, what parameters say, and all of each group's first parameter."""
         firsts = [shards[0] for shards in _shards_of_groups(self._optimizer) if shards]
-        return [*_rates(self._optimizer), describe_hyperparameters(self._optimizer, firsts)]
+        held = (parameter for group in parameter_groups(self._optimizer) for parameter in group["params"])
+        return [*_rates(self._optimizer), own_settings(held), describe_hyperparameters(self._optimizer, firsts)]
 
     def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
         """Let a loss scaler divide this rank's reduced gradients, and tell on all ranks whether any found an infinity. Collective.

@@ -9,7 +9,7 @@ here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ _OF_OPTIMIZER: dict[str, dict[str, str]] = {
 
 _ROUNDED: dict[str, dict[str, str]] = {"Rprop": {"learning_rate_range": "_learning_rate_range", "etas": "_etas"}}
 """The same, where a first step rounds it, see :func:`_as_stepped`."""
+
+_NO_ATTRIBUTES: dict[str, Any] = {}
 
 _CLIP_SETTINGS = ("clip_norm", "min", "max", "auto_skip_clip")
 
@@ -63,6 +65,22 @@ def describe_hyperparameters(optimizer: Any, parameters: Sequence[SteppedParamet
             entry = alike[traits] = described.setdefault(json.dumps(settings), new)
         entry["parameters"].append(one.slot.name)
     return list(described.values())
+
+
+def own_settings(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return what single parameters say otherwise than most do: place, learning rate factor, need_clip, and regularizer.
+
+    It is asked at each step, of all parameters, so it looks at no more than these three.
+    """
+    found: list[tuple[Any, ...]] = []
+    for place, parameter in enumerate(parameters):
+        said = parameter.__dict__
+        factor = (said.get("optimize_attr") or _NO_ATTRIBUTES).get("learning_rate", 1.0)
+        needs_clip, regularizer = said.get("need_clip", True), said.get("regularizer")
+        if factor != 1.0 or needs_clip is not True or regularizer is not None:
+            kind, coefficient = type(regularizer).__name__, getattr(regularizer, "_coeff", regularizer)
+            found.append((place, _json(factor), bool(needs_clip), kind, coefficient))
+    return found
 
 
 def _traits(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[int, bool]) -> tuple[object, ...]:

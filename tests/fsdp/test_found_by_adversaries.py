@@ -155,21 +155,32 @@ def step_with_other_settings(kind: str) -> str:
         "group": {},
         "cleared": {},
         "clip later": {},
-    }[kind]
+    }.get(kind, {"grad_clip": nn.ClipGradByGlobalNorm(1.0)})
     held = [{"params": model.parameters(), "learning_rate": 1 + rank}] if kind == "group" else model.parameters()
     optimizer = paddle.optimizer.SGD(0.1, parameters=held, **settings)
     ckpt.fully_shard(model, optimizer=optimizer)
-    if kind in ("cleared", "clip later"):
+    if kind == "cleared" or kind.endswith("later"):
         loss_of(model).backward()
         optimizer.step()
     if kind == "cleared" and rank == 0:
         optimizer.clear_grad(set_to_zero=False)
     if kind == "clip later":
         optimizer._grad_clip = nn.ClipGradByGlobalNorm(1.0 + rank)
+    if kind == "rate of one later":
+        model[2].bias.optimize_attr["learning_rate"] = 1.0 + rank
+    elif kind == "regularizer of one later":
+        model[2].bias.regularizer = paddle.regularizer.L2Decay(1e-7 * (1 + rank))
+    elif kind == "need_clip of one later":
+        model[2].bias.need_clip = rank == 0
     loss_of(model).backward()
     with pytest.raises(ckpt.ShardingError) as caught:
         optimizer.step()
     return str(caught.value)
+
+
+_OTHER_SETTINGS = ["weight_decay", "clip", "group", "cleared", "clip later"] + [
+    f"{what} of one later" for what in ("rate", "regularizer", "need_clip")
+]
 
 
 def set_on_one_rank(path: str, kind: str) -> list[str]:
@@ -230,7 +241,7 @@ def test_what_is_refused(ranks: Ranks, world_size: int, kind: str) -> None:
         assert REFUSED[kind] in message
 
 
-@pytest.mark.parametrize("kind", ["weight_decay", "clip", "group", "cleared", "clip later"])
+@pytest.mark.parametrize("kind", _OTHER_SETTINGS)
 def test_ranks_with_other_settings_are_refused(ranks: Ranks, kind: str) -> None:
     for message in ranks(2).run(step_with_other_settings, kind):
         assert "between ranks" in message or "the ranks differ" in message
