@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from .storage.agreement import COORDINATOR
 from .storage.digests import digest
 from .storage.format import JsonValue
 from .subjects import Subjects
+from .warn import warn_caller
 
 _ARGUMENTS = ("path", "step", "overwrite", "trainable_only")
 _WRITTEN = "what set_value was given since the last step (use load_full_state_dict for what one rank has)"
@@ -82,9 +82,8 @@ def check_same_saving(ranks: Sequence[JsonValue]) -> None:
     buffers = [one["buffers"] for one in ranks]
     differing = [name for name, checksum in buffers[COORDINATOR].items() if any(other[name] != checksum for other in buffers)]
     if differing:
-        warnings.warn(
-            f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere",
-            stacklevel=2,
+        warn_caller(
+            f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere"
         )
 
 

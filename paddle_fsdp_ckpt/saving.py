@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from .storage.reserved_keys import bytes_piece
 from .storage.writer import FileImage, estimate_nbytes, write_image, write_rank_file
 from .subjects import Models, Subjects, check_subjects
 from .version import __version__
+from .warn import warn_caller
 
 
 def save(
@@ -209,7 +209,7 @@ def prepare_save(
                 "anew with persistable=False, and of complex numbers keep paddle.as_real(...)"
             )
         if subjects.sharding.gradients_pending:
-            warnings.warn("save between backward and step: gradients are not saved; save after step() and clear_grad()", stacklevel=5)
+            warn_caller("save between backward and step: gradients are not saved; save after step() and clear_grad()")
         base: JsonValue = None
         if trainable_only:
             left_out.append(leave_out_base(subjects))
@@ -338,10 +338,9 @@ def _say_what_is_left_out(subjects: Subjects) -> None:
     """Warn where optimizers are bound to the model and none was given."""
     bound = subjects.bound_classes()
     if bound:
-        warnings.warn(
+        warn_caller(
             f"save: {listing(bound)} is bound to the model and was not given: its states are not saved, and no run goes on from this "
-            "checkpoint as it was. Give optimizer=..., or optimizer=[] where that is meant",
-            stacklevel=6,
+            "checkpoint as it was. Give optimizer=..., or optimizer=[] where that is meant"
         )
 
 

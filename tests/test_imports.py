@@ -19,7 +19,7 @@ PACKAGE = "paddle_fsdp_ckpt"
 ROOT = Path(paddle_fsdp_ckpt.__file__).parent
 FACE = "__init__"
 
-_NOUNS = ("errors", "layout", "pieces")
+_NOUNS = ("errors", "layout", "pieces", "warn")
 _RUNTIME = (*_NOUNS, "fsdp", "optim")
 _OFFLINE = (*_NOUNS, "storage")
 _CHECKPOINT = (*_RUNTIME, "progress", "shardings", "state_dict", "subjects", "storage", "host_memory", "meeting", "saved_run")
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "requirements": ("errors",),
     "progress": (),
+    "warn": (),
     FACE: (
         "errors",
         "fsdp",
@@ -70,7 +71,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lora_layers": ("errors", "fsdp"),
     "base_weights": ("errors", "fsdp", "host_memory", "lora_layers", "meeting", "storage", "subjects"),
     "save_plan": _CHECKPOINT,
-    "save_comparison": ("errors", "host_memory", "meeting", "storage", "subjects"),
+    "save_comparison": ("errors", "host_memory", "meeting", "storage", "subjects", "warn"),
     "saving": (*_CHECKPOINT, "base_weights", "lora_layers", "save_comparison", "save_plan"),
     "loading": (*_CHECKPOINT, "base_weights", "lora_layers"),
     "manager": (*_CHECKPOINT, "saving", "loading"),
@@ -82,7 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """What each room (a module, or a folder of them) may import besides itself and ``version``."""
 
-WITHOUT_PADDLE = {"version", "errors", "layout", "division", "progress", "optimizer_states", "pieces", "storage", "export", "cli"}
+WITHOUT_PADDLE = {"version", "errors", "warn", "layout", "division", "progress", "optimizer_states", "pieces", "storage", "export", "cli"}
 BRIDGES_TO_PADDLE = {"storage/flex.py"}
 
 WITHOUT_FILES = {"fsdp", "optim"}

@@ -5,7 +5,6 @@ Everything here is read from Paddle's context anew at each call, and nothing of 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import ShardingError, listing
 from ..layout import ITEM_SIZES, FlatBuffer, Layout, Range, Slot, stock_loads_exactly
+from ..warn import warn_caller
 from .paddle_contexts import PaddleContext, check_not_cut_before, registered_context
 from .sharded_weights import elementwise, replicated
 from .tensors import dtype_name
@@ -109,9 +109,9 @@ class PaddleRuntime:
         weights.update({name: replicated(name, buffer) for name, buffer in named_buffers(self.model)})
         return weights
 
-    def warn_of_cuts(self, stacklevel: int = 2) -> None:
+    def warn_of_cuts(self) -> None:
         """Warn of parameters that stock Paddle would restore wrongly, as it was cut here."""
-        _warn_of_cuts(self, stacklevel + 1)
+        _warn_of_cuts(self)
 
     def values_written(self) -> None:
         """Let go of all that was gathered from the weights before, and of gradients of theirs. All ranks must call it, between steps.
@@ -165,7 +165,7 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     runtime = paddle_runtime_of(model)
     if runtime is None:
         raise ShardingError(f"{type(model).__name__} is not the model that paddle.distributed.fsdp.fully_shard cut in this process")
-    runtime.warn_of_cuts(stacklevel=3)
+    runtime.warn_of_cuts()
     return runtime.model_weights()
 
 
@@ -232,7 +232,7 @@ def _check_complete(model: nn.Layer, buffers: Sequence[PaddleBuffer], names: dic
         raise ShardingError(f"buffers distributed by Paddle: {listing(replaced)}; keep buffers whole on every rank")
 
 
-def _warn_of_cuts(runtime: PaddleRuntime, stacklevel: int) -> None:
+def _warn_of_cuts(runtime: PaddleRuntime) -> None:
     bad = []
     for buffer in runtime.buffers:
         for slot in buffer.layout.slots:
@@ -241,9 +241,8 @@ def _warn_of_cuts(runtime: PaddleRuntime, stacklevel: int) -> None:
             if len(filled) > 1 and not stock_loads_exactly(slot.shape, filled):
                 bad.append(slot.name)
     if bad:
-        warnings.warn(
+        warn_caller(
             f"Paddle's fully_shard cut {len(bad)} parameters where paddle.distributed.load_state_dict restores them wrongly, without an "
             f"error: {listing(bad)}. Load them with paddle_fsdp_ckpt.load, which restores them right, or use paddle_fsdp_ckpt.fully_shard, "
-            "which cuts elsewhere",
-            stacklevel=stacklevel,
+            "which cuts elsewhere"
         )

@@ -139,6 +139,11 @@ class ShardedParameter(EagerParamBase):
 
     def detach(self) -> paddle.Tensor:
         """Return the whole value, without gradient, while the parameter is whole; an error otherwise."""
+        if not self._is_initialized() and sys._getframe(1).f_code.co_name == "sync_params_buffers":
+            raise ShardingError(
+                f"{self._shard.describe()}: paddle.DataParallel isn't needed around a sharded model, since fully_shard gave all ranks rank "
+                "0's weights and reduces their gradients; leave it out, and train the model itself"
+            )
         self._check_data()
         return _Tensor.detach(self)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +27,7 @@ from ..storage.problems import OtherProblem, merge_problems
 from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Models, Stepper, Subjects, check_subjects
+from ..warn import warn_caller
 from .options import PARTS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
@@ -165,13 +165,12 @@ def load(
 
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
-    """Warn where optimizers are bound to the model, states of such are in the checkpoint, and none was given."""
+    """Warn where optimizers are bound to the model, the checkpoint holds something of such, and none was given."""
     bound = plan.subjects.bound_classes()
-    if bound and plan.not_asked_for:
-        warnings.warn(
-            f"load: {listing(bound)} is bound to the model and was not given: the states in '{plan.index.path}' are not loaded, and the "
-            'run goes on otherwise. Give optimizer=...; or parts={"model"}, or optimizer=[], where that is meant',
-            stacklevel=5,
+    if bound and (plan.not_asked_for or plan.run.optimizers):
+        warn_caller(
+            f"load: {listing(bound)} is bound to the model and was not given: the states and learning rate in '{plan.index.path}' are not "
+            'loaded, and the run goes on otherwise. Give optimizer=...; or parts={"model"}, or optimizer=[], where that is meant'
         )
 
 

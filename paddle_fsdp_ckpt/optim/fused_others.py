@@ -6,7 +6,6 @@ Paddle's runtime doesn't know the optimizers of its model, and lets each of the 
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from paddle.amp import AmpScaler
 
 from ..errors import CheckpointError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_runtime import PaddleRuntime
+from ..warn import warn_caller
 from .fused_checks import check_fused
 from .fused_tensors import fused_tensors
 
@@ -47,11 +47,10 @@ def check_others(runtime: PaddleRuntime, optimizers: Sequence[Any]) -> None:
             "paddle_fsdp_ckpt.fully_shard"
         )
     if others and not is_repaired(runtime):
-        warnings.warn(
+        warn_caller(
             f"{named}: with a model cut by paddle.distributed.fsdp.fully_shard, this process also has "
             f"{listing(text for text, _ in others)}. Let go of it, use paddle_fsdp_ckpt.fully_shard, or have "
-            "such a step refused by paddle_fsdp_ckpt.repair_paddle_runtime",
-            stacklevel=3,
+            "such a step refused by paddle_fsdp_ckpt.repair_paddle_runtime"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -13,6 +12,7 @@ from paddle import nn
 
 from ..errors import ShardingError, listing
 from ..fsdp.paddle_runtime import PaddleRuntime
+from ..warn import warn_caller
 from .fused_checks import check_fused
 from .fused_others import REPAIR_ATTRIBUTE, check_others, is_repaired
 
@@ -48,10 +48,9 @@ def repair_paddle_runtime(model: nn.Layer, optimizer: Any) -> PaddleRepair:
 def warn_of_harms(runtime: PaddleRuntime) -> None:
     """Warn of what this runtime gets wrong in silence and nothing here can see, unless it is repaired."""
     if not is_repaired(runtime):
-        warnings.warn(
+        warn_caller(
             f"Paddle's fully_shard gets these wrong without an error: {'; '.join(_harms(runtime))}. Where your training does any "
-            "of that, call paddle_fsdp_ckpt.repair_paddle_runtime(model, optimizer) before the first step",
-            stacklevel=3,
+            "of that, call paddle_fsdp_ckpt.repair_paddle_runtime(model, optimizer) before the first step"
         )
 
 
@@ -254,11 +253,10 @@ class PaddleRepair:
             tensors = list(_tensors((args, kwargs)))
             if tensors and not warned and not any(one.is_dist() and any(placed.is_shard() for placed in one.placements) for one in tensors):
                 warned.append(True)
-                warnings.warn(
+                warn_caller(
                     f"no input of this {type(layer).__name__} is distributed over the ranks, and Paddle's fully_shard sums the gradients "
                     f"of such inputs over {self._world_size} ranks: make them by dist.auto_parallel.api.dtensor_from_local(batch, mesh, "
-                    f"[dist.Shard(0)]), or divide the loss by {self._world_size}",
-                    stacklevel=2,
+                    f"[dist.Shard(0)]), or divide the loss by {self._world_size}"
                 )
 
         self._undo.append(model.register_forward_pre_hook(warn_once, with_kwargs=True).remove)

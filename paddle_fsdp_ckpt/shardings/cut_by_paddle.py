@@ -36,7 +36,7 @@ class CutByPaddle(Sharding):
 
     def warn_of_cuts(self) -> None:
         """Paddle cuts anywhere."""
-        self.runtime.warn_of_cuts(stacklevel=4)
+        self.runtime.warn_of_cuts()
 
     def held_by(self, optimizers: Sequence[Any], model: nn.Layer | None) -> list[Sequence[SteppedParameter]]:
         """Return the parameters in fused buffers, where nothing else of the process makes their training wrong."""

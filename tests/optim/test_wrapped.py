@@ -87,6 +87,19 @@ def test_data_parallel_around_a_sharded_model_reduces_nothing_twice(inside: bool
     ranks(2).run(data_parallel, inside)
 
 
+def refused_around() -> str:
+    model = net()
+    ckpt.fully_shard(model, optimizer=adamw(model))
+    with pytest.raises(errors.ShardingError) as caught:
+        paddle.DataParallel(model)
+    return str(caught.value)
+
+
+def test_data_parallel_is_told_that_it_is_not_needed(ranks: Ranks) -> None:
+    for text in ranks(2).run(refused_around):
+        assert "paddle.DataParallel isn't needed around a sharded model" in text
+
+
 def refused(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     with pytest.raises(errors.CheckpointError) as caught:
         call(*args, **options)
