@@ -49,6 +49,7 @@ class Runtime:
         units: the model's units in a fixed order.
         gradients_pending: a backward ran whose gradients are not all reduced yet.
         adds_to_left: a backward added to gradients that a step had used before, as where nobody clears them at each step.
+        was_without_gradients: a step or a clip found no gradient at all, and said so.
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
@@ -62,6 +63,7 @@ class Runtime:
         self.units: list[Unit] = []
         self.gradients_pending = False
         self.adds_to_left = False
+        self.was_without_gradients = False
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
         self.statistics: list[paddle.Tensor] = []

@@ -16,6 +16,7 @@ from ..fsdp.paddle_contexts import registered_context
 from .aliases import hold_once, joined_parameters
 from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
+from .gradient_norm import warn_without_gradients
 from .hyperparameters import describe_hyperparameters, own_settings
 from .parameters import parameter_groups
 from .stepped_gradients import SteppedGradients
@@ -256,6 +257,7 @@ class _Binding:
         with ExitStack() as stack:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.stepping(self._settings_now()))
+            warn_without_gradients(f"{type(self._optimizer).__name__}.step", self._shards)
             result = self._step()
         check_states_known(self._optimizer)
         return result
@@ -320,6 +322,7 @@ class _Binding:
         for runtime in self._runtimes:
             runtime.begin_step(self._settings_now())
             runtime.gradients_used()
+        warn_without_gradients(f"{type(self._optimizer).__name__}.minimize", self._shards)
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]

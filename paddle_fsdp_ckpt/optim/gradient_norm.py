@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import paddle
 from paddle import nn
 
-from ..errors import CheckpointError, ShardingError
+from ..errors import CheckpointError, ShardingError, counted
 from ..fsdp import ParameterShard, Runtime, ShardedParameter
+from ..warn import warn_caller
 
 
 def clip_grad_norm_(
@@ -43,6 +44,7 @@ def clip_grad_norm_(
     if not shards:
         raise ShardingError("clip_grad_norm_: no parameters were given; give the model, or model.parameters()")
     gradients = [(shard, gradient) for shard in shards if (gradient := shard.gradient()) is not None]
+    warn_without_gradients("clip_grad_norm_", shards)
     with paddle.no_grad():
         norm = _norm(shards, gradients, norm_type)
         if error_if_nonfinite and not math.isfinite(norm.item()):
@@ -76,6 +78,24 @@ def measure_gradients(
     for shard, gradient in gradients:
         measured[shard.unit.runtime][shard.index] = measure(gradient.astype(dtype))
     return measured
+
+
+def warn_without_gradients(call: str, shards: Sequence[ParameterShard]) -> None:
+    """Warn, once a model and on its first rank, where none of these parameters has a gradient on any rank.
+
+    Args:
+        call: what was called, and has reduced the gradients that were pending.
+        shards: of which parameters.
+    """
+    if any(shard.has_gradient for shard in shards):
+        return
+    for runtime in dict.fromkeys(shard.unit.runtime for shard in shards):
+        if not runtime.was_without_gradients and runtime.communicator.overall_rank == 0:
+            warn_caller(
+                f"{call}: none of its {counted(len(shards), 'parameter')} has a gradient on any rank, so it does nothing; is there a "
+                "backward before it, of a loss that comes from this model, with parameters that are not frozen?"
+            )
+        runtime.was_without_gradients = True
 
 
 def _shards_of(parameters: nn.Layer | paddle.Tensor | Iterable[paddle.Tensor]) -> list[ParameterShard]:

@@ -75,6 +75,35 @@ def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks, world_size: 
         assert warned == [False, True, True, False, False, False, True, False]
 
 
+def train_without_gradients() -> list[list[str]]:
+    """Clip and step, twice each, where there are no gradients, and where there are; return what Python says of it."""
+    said = []
+    for calls in (("clip", "step"), ("step", "clip"), ("backward", "clip", "step")):
+        model = paddle.nn.Linear(3, 2)
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        ckpt.fully_shard(model, optimizer=optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for call in calls * 2:
+                if call == "clip":
+                    ckpt.clip_grad_norm_(model, 1.0)
+                elif call == "step":
+                    optimizer.step()
+                else:
+                    model(paddle.ones([2, 3])).sum().backward()
+        said.append([f"{Path(one.filename).name}: {one.message}" for one in caught])
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loop_without_gradients_is_said_once(world_size: int, ranks: Ranks) -> None:
+    first, *others = ranks(world_size).run(train_without_gradients)
+    assert others == [[[], [], []]] * (world_size - 1)
+    for call, (message,) in zip(("clip_grad_norm_", "SGD.step"), first[:2], strict=True):
+        assert message.startswith(f"test_warnings.py: {call}: none of its 2 parameters has a gradient on any rank")
+    assert first[2] == []
+
+
 def save_without_the_optimizer(folder: str) -> list[list[str]]:
     """Save twice at one line, in each of some ways, and return what Python says of it as it does unless told otherwise, and where."""
     model, optimizer = build("tied", "sgd")
