@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "huggingface_loading": (*_CHECKPOINT, "export"),
     "cli": (*_OFFLINE, "export", "optimizer_states", "progress"),
     "integrations": (FACE,),
-    "demo": (FACE,),
+    "demo": (FACE, "errors"),
 }
 """What each room (a module, or a folder of them) may import besides itself and ``version``."""
 

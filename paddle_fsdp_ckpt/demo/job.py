@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..errors import counted
+
 Event = dict[str, Any]
 """One thing that a rank reports; ``event["kind"]`` says what: ``started``, ``loaded``, ``step`` or ``saved``."""
 
@@ -54,7 +56,7 @@ class Job:
     @property
     def ranks(self) -> str:
         """Return the number of ranks in words."""
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return counted(self.world_size, "rank")
 
     def log(self, rank: int) -> Path:
         """Return the file that takes a rank's output."""

@@ -88,8 +88,8 @@ class Inspection(BlockReport):
         world_size: how many ranks saved it.
         created: when, UTC, where it says so.
         versions: of what wrote it.
-        files: how many.
-        nbytes: of the files.
+        files: how many, with ``0.metadata`` where the checkpoint's own description knows it.
+        nbytes: of the files, as ``verify`` counts them.
         amounts: what they hold.
         tied: the names of each tensor that has several.
         base: the parameters that were left out since they don't train, by their first names.
@@ -276,6 +276,7 @@ def _inspect(
     broken = {problem.key for problem in problems}
     readable = [key for key in chosen if statistics and key not in broken]
     of_values = dict(zip(readable, statistics_of(index, [whole_piece(index, key) for key in readable], progress), strict=True))
+    records = [*index.files, *([manifest.paddle_metadata] if manifest is not None and manifest.paddle_metadata else [])]
     return Inspection(
         path,
         "a checkpoint of stock Paddle" if manifest is None else f"a checkpoint of format version {manifest.format_version}",
@@ -283,8 +284,8 @@ def _inspect(
         len(index.files) if manifest is None else manifest.world_size,
         None if manifest is None else manifest.created,
         {} if manifest is None else dict(manifest.versions),
-        len(index.files),
-        sum(record.size for record in index.files),
+        len(records),
+        sum(record.size for record in records),
         tuple(_amounts(index, kinds)),
         contents.tied or (),
         {} if manifest is None else manifest.base or {},

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import counted
 from ..storage.format import JsonValue
 
 _SHOWN = 5
@@ -128,7 +129,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        lines = [f"loaded '{self.path}'{step}, saved by {self.world_size} rank{'s' * (self.world_size > 1)}: {', '.join(self.parts)}"]
+        lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts)}"]
         lines += [f"{len(items)} {what}: {_first(items)}" for what, items in self._deviations() if items]
         if self.is_exact:
             lines.append("everything in it, as it was saved")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ..errors import counted
 from ..storage.format import utc_now
 from .steps import HISTORY_NAME, names_of
 
@@ -47,10 +48,9 @@ class CheckpointEvent:
             return f"restored step {self.step} in {self.seconds:.2f} s{skipped}"
         rate = self.nbytes / 1e6 / max(self.seconds, 1e-9)
         removed = f", removed {names_of(self.removed)}" if self.removed else ""
-        kept = f"{len(self.steps)} step{'s' if len(self.steps) != 1 else ''}"
         return (
             f"saved step {self.step}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({rate:.0f} MB/s), training blocked for "
-            f"{self.blocked_seconds:.2f} s; kept {kept}{removed}"
+            f"{self.blocked_seconds:.2f} s; kept {counted(len(self.steps), 'step')}{removed}"
         )
 
 

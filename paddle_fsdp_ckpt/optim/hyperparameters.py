@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle.regularizer import L1Decay, L2Decay
 
+from ..errors import counted
 from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
 from .fused_tensors import real_decay
 from .parameters import SteppedParameter, parameter_groups
@@ -124,7 +125,7 @@ def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[st
             for difference in unequal[id(other)]:
                 found.setdefault(difference, []).append(name)
     return [
-        f"{optimizer}, {len(names)} parameter{'s' * (len(names) > 1)} ({'first ' * (len(names) > 1)}'{names[0]}'): "
+        f"{optimizer}, {counted(len(names), 'parameter')} ({'first ' * (len(names) > 1)}'{names[0]}'): "
         f"{what} was saved as {_shown(was)} and is {_shown(is_now)} now"
         for (optimizer, what, was, is_now), names in found.items()
     ]

@@ -17,6 +17,7 @@ from paddle_fsdp_ckpt.export import values
 from paddle_fsdp_ckpt.export.inspection import Amount, Inspection, Steps, inspect
 from paddle_fsdp_ckpt.export.statistics import Statistics
 from paddle_fsdp_ckpt.export.text import size_text
+from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]
 
@@ -37,8 +38,8 @@ def test_what_it_holds(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
     path = tmp_path / "saved"
     ranks(world_size).run(made_models.save_model, str(path), ARRAYS, "bfloat16", {"z": "first.weight"}, True)
     found = inspect_one(path)
-    assert (found.step, found.world_size, found.files, found.is_good) == (3, world_size, world_size, True)
-    assert found.nbytes == sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert (found.step, found.world_size, found.files, found.is_good) == (3, world_size, world_size + 1, True)
+    assert found.nbytes == verify(path).nbytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
     assert found.tied == (("first.weight", "z"),)
     assert found.amounts == (
         Amount("parameters and buffers", "bfloat16", 3, 75, 150),
