@@ -94,6 +94,7 @@ class PaddleRepair:
         self._replace(self._context.raw, REPAIR_ATTRIBUTE, self)
         self._let_only(optimizer)
         self._let_go_at_each_step()
+        self._keep_local_values(runtime)
         if self._context.loses_partial_gradients:
             self._keep_partial_gradients()
             self._never_wait_for_ever()
@@ -160,6 +161,27 @@ class PaddleRepair:
 
         self._replace(self._context.raw, "comm_sync_and_reset_status", synchronise_all)
         self.actions += ("weights that were gathered ahead and not used are let go of at each step",)
+
+    def _keep_local_values(self, runtime: PaddleRuntime) -> None:
+        """Let what a parameter's ``_local_value`` returned live until the next one is asked for.
+
+        After each use of a layer Paddle 3.3.1's ``shard_params`` sets the dims of the tensor in it, and nothing keeps that alive meanwhile.
+        The one that stays has no data, which ``shard_params`` has just taken away.
+        """
+        last: list[Any] = []
+
+        def keeping(original: Callable[[], Any]) -> Callable[[], Any]:
+            def local_value() -> Any:
+                last[:] = [original()]
+                return last[0]
+
+            return local_value
+
+        distributed = [shard.parameter for shard in runtime.shards if shard.parameter.is_dist()]
+        for parameter in distributed:
+            self._replace(parameter, "_local_value", keeping(parameter._local_value))
+        if distributed:
+            self.actions += ("what Paddle writes to when it takes a parameter's data away is kept alive meanwhile",)
 
     def _keep_partial_gradients(self) -> None:
         for group in self._context.buffer_groups:

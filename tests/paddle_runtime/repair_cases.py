@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -443,7 +444,11 @@ def undone() -> tuple[str, ...]:
         def contents() -> list[dict[str, Any]]:
             return [dict(vars(one)) for one in touched]
 
-        before, hooks = contents(), len(model._forward_pre_hooks)
+        def holders() -> int:
+            value = model.parameters()[0]._local_value()
+            return sys.getrefcount(value)
+
+        before, hooks, alone = contents(), len(model._forward_pre_hooks), holders()
         repair = ckpt.repair_paddle_runtime(model, optimizer)
         assert all(one != other for one, other in zip(before, contents(), strict=True))
         repair.close()
@@ -454,6 +459,8 @@ def undone() -> tuple[str, ...]:
         assert len(model._forward_pre_hooks) == hooks
         with ckpt.repair_paddle_runtime(model, optimizer) as again:
             assert again.actions == repair.actions
+            assert holders() == alone + 1, "what _local_value returned last is kept"
+        assert holders() == alone
         return repair.actions
 
 

@@ -139,7 +139,7 @@ def test_harms_that_nobody_can_see_are_warned_of(ranks: Ranks) -> None:
 
 def test_a_repair_says_what_it_did_and_is_undone(ranks: Ranks) -> None:
     for actions in ranks(2).run(cases.undone):
-        assert len(actions) == 8
+        assert len(actions) == 9
         assert "clear_grad() without a step() drops the gradients" in actions
 
 
