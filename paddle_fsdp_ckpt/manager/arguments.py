@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listing
 from ..meeting import check_same
+from ..optim import optimizer_list
+from ..shardings import ranks_of
 from ..storage.format import JsonValue
-from .retention import KeepAll, KeepLast, Retention
+from .retention import KeepAll, KeepLast, Retention, missing_metrics
 
 
 def retention_of(max_to_keep: int | None, keep: Sequence[Retention]) -> list[Retention]:
@@ -48,6 +50,34 @@ def positive_number(value: Any, what: str) -> float:
     if not isinstance(value, (int, float)) or not value > 0:
         raise CheckpointError(f"{what} is {value!r:.100}, not a number above 0")
     return float(value)
+
+
+def check_can_be_compared(policies: Sequence[Retention], metrics: Mapping[str, float]) -> None:
+    """Raise where a policy compares steps by a metric that a save doesn't give.
+
+    Raises:
+        CheckpointError: it doesn't.
+    """
+    missing = missing_metrics(policies, metrics)
+    if missing:
+        raise CheckpointError(
+            f"KeepBest compares steps by {listing(missing)}, and this save has no such metric; nothing was saved. Give "
+            f"metrics={{{missing[0]!r}: ...}}, float('nan') where it wasn't measured at this step"
+        )
+
+
+def check_group(model: Any, optimizer: Any, world_size: int) -> None:
+    """Raise unless a model is sharded over all ranks of a manager.
+
+    Raises:
+        CheckpointError: it is over others.
+    """
+    ranks = max(1, len(ranks_of(model, optimizer_list(optimizer))))
+    if ranks != world_size:
+        raise CheckpointError(
+            f"the model is sharded over {ranks} ranks and this manager is of {world_size}; a manager saves models of all ranks of the job. "
+            "Use save() for others"
+        )
 
 
 def check_same_restore(ranks: list[JsonValue]) -> None:

@@ -13,22 +13,20 @@ from typing import Any, Literal
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
-from ..errors import CheckpointError, listing
-from ..meeting import absolute_path, check_same, open_meeting
-from ..optim import optimizer_list
+from ..errors import CheckpointError
+from ..meeting import absolute_path, check_same
 from ..saving import Kept, prepare_save
-from ..shardings import ranks_of
-from ..storage.agreement import COORDINATOR, Rendezvous, exchange
+from ..storage.agreement import COORDINATOR
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import MANIFEST_NAME, JsonValue
 from ..storage.writer import FileImage
 from ..subjects import Models
-from .arguments import check_same_restore, check_same_save, retention_of, whole_number
+from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
 from .history import CheckpointEvent, tell
-from .mailboxes import Mailboxes
+from .meetings import Meetings
 from .restoring import RestoreReport, Restoring
-from .retention import Retention, missing_metrics, need_metrics
+from .retention import Retention, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
@@ -94,11 +92,7 @@ class CheckpointManager:
             RankFailedError: another rank raised, or the roots differ.
         """
         self.restored: RestoreReport | None = None
-        self._timeout = timeout_seconds
-        self._store, self._token = open_meeting(None, ())
-        self._rendezvous: Rendezvous = Mailboxes(self._store, f"{self._token}/main")
-        self._background: Rendezvous | None = None
-        self._meetings = 0
+        self._meetings = Meetings(timeout_seconds)
         self._is_open = True
 
         def begin() -> JsonValue:
@@ -111,8 +105,8 @@ class CheckpointManager:
             if when_busy not in ("wait", "refuse"):
                 raise CheckpointError(f"when_busy is {when_busy!r:.100}, and must be 'wait' or 'refuse'")
             self._schedule = Schedule(
-                self._store,
-                f"{self._token}/ballot",
+                self._meetings.store,
+                f"{self._meetings.token}/ballot",
                 timeout_seconds,
                 every_steps=save_every_steps,
                 every_minutes=save_every_minutes,
@@ -136,7 +130,7 @@ class CheckpointManager:
             return read_root(self._where, metrics=need_metrics(self._policies)).to_json()
 
         with ExitStack() as undo:
-            held = Root.from_json(self._meet("begin", begin, look))
+            held = Root.from_json(self._meetings.meet("begin", begin, look))
             self._steps = RunSteps(self._where, held, overwrite=overwrite)
             undo.pop_all()
         self._on_event = on_event
@@ -216,34 +210,34 @@ class CheckpointManager:
         def check() -> JsonValue:
             number = whole_number(step, "step", 0)
             self._steps.check_next(number)
-            self._check_group(model, optimizer)
+            check_group(model, optimizer, self._meetings.rendezvous.world_size)
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
             numbers = check_metrics(metrics)
-            self._check_metrics(numbers)
-            own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._rendezvous.rank)
+            check_can_be_compared(self._policies, numbers)
+            own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._meetings.rendezvous.rank)
             checked_metrics.update(numbers)
             kept.append(own)
-            if self._async and self._background is None:
-                self._background = Mailboxes(self._store.with_own_connection(), f"{self._token}/background")
+            if self._async:
+                self._meetings.in_background()  # what goes wrong there, all ranks hear of here
             return [number, digest]
 
         def decide(ranks: list[JsonValue]) -> None:
             check_same_save(ranks)
             self._hold_lock()
 
-        self._meet("check", check, decide)
+        self._meetings.meet("check", check, decide)
         step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._where / step_name(step),
-            self._rendezvous,
-            self._next_token("save"),
+            self._meetings.rendezvous,
+            self._meetings.next_token("save"),
             model=model,
             optimizer=optimizer,
             step=step,
             extra_state=extra_state if is_json(extra_state) else None,
             overwrite=step in self._steps.foreign,
             trainable_only=trainable_only,
-            timeout_seconds=self._timeout,
+            timeout_seconds=self._meetings.timeout_seconds,
             keep=lambda: kept[0],
         )
         self._schedule.saved()
@@ -253,7 +247,7 @@ class CheckpointManager:
             step,
             prepared,
             checked_metrics,
-            self._rendezvous,
+            self._meetings.rendezvous,
             self._policies,
             self._steps.root.steps,
             frozenset(self._steps.foreign),
@@ -267,7 +261,6 @@ class CheckpointManager:
 
     def _run_in_background(self, job: SaveJob) -> None:
         """Copy what a job is to write, and let it be written from the copies."""
-        assert self._background is not None
         image: FileImage | None = None
         failure: BaseException | None = None
         try:
@@ -279,7 +272,7 @@ class CheckpointManager:
             job,
             image=image,
             failure=failure,
-            rendezvous=self._background,
+            rendezvous=self._meetings.in_background(),
             blocked_seconds=blocked_seconds,
             is_awaited=lambda: self._worker.is_awaited,
         )
@@ -334,20 +327,22 @@ class CheckpointManager:
             checked.append(check_trainer_state(lr_scheduler, grad_scaler, sharded))
             return [None if step is None else whole_number(step, "step", 0), bool(fall_back), bool(discard_later), bool(random_state)]
 
-        self._meet("check", check, check_same_restore)
+        self._meetings.meet("check", check, check_same_restore)
         state = checked[0]
         step = None if step is None else whole_number(step, "step", 0)
-        restoring = Restoring(self._where, self._steps.root, self._rendezvous, self._next_token("restore"), self._timeout)
+        restoring = Restoring(
+            self._where, self._steps.root, self._meetings.rendezvous, self._meetings.next_token("restore"), self._meetings.timeout_seconds
+        )
         report = restoring.restore(
             self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
         )
         if report is None:
-            if self._rendezvous.rank == COORDINATOR:
+            if self._meetings.rendezvous.rank == COORDINATOR:
                 _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
             return None
         self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)
         self.restored = report
-        if self._rendezvous.rank == COORDINATOR:
+        if self._meetings.rendezvous.rank == COORDINATOR:
             seconds = time.monotonic() - started
             event = CheckpointEvent("restore", report.step, seconds, seconds, steps=self.all_steps(), skipped=report.skipped)
             tell(event, self._where, self._on_event)
@@ -376,8 +371,8 @@ class CheckpointManager:
             self._is_open = False
             try:
                 self.wait()
-                self._meet("close", lambda: None, lambda _: None)
-                let_all_hear(self._rendezvous, self._next_token("closed"), self._timeout)
+                self._meetings.meet("close", lambda: None, lambda _: None)
+                let_all_hear(self._meetings.rendezvous, self._meetings.next_token("closed"), self._meetings.timeout_seconds)
             finally:
                 self._stop_listening()
 
@@ -407,42 +402,19 @@ class CheckpointManager:
 
     def _hold_lock(self) -> None:
         """Be, from now on, the only one that writes to the root; on rank 0."""
-        if self._lock.hold(self._timeout):
+        if self._lock.hold(self._meetings.timeout_seconds):
             try:
                 self._steps.check_nothing_new(read_root(self._where, self._steps.root.steps))
             except BaseException:
                 self._lock.release()
                 raise
 
-    def _next_token(self, what: str) -> str:
-        self._meetings += 1
-        return f"{self._token}/{self._meetings}/{what}"
-
-    def _meet(self, what: str, produce: Callable[[], JsonValue], decide: Callable[[list[JsonValue]], JsonValue]) -> JsonValue:
-        return exchange(self._rendezvous, self._next_token(what), produce, decide, self._timeout)
-
     def _check_open(self) -> None:
         if not self._is_open:
             raise CheckpointError("the CheckpointManager was closed; make a new one")
 
     def _refuse_while_busy(self) -> None:
-        if self._meet("busy", lambda: self._worker.is_busy, any):
+        if self._meetings.meet("busy", lambda: self._worker.is_busy, any):
             raise CheckpointError(
                 "a save is still being written, and when_busy='refuse'; nothing was saved. Call wait() first, or save less often"
-            )
-
-    def _check_metrics(self, metrics: dict[str, float]) -> None:
-        missing = missing_metrics(self._policies, metrics)
-        if missing:
-            raise CheckpointError(
-                f"KeepBest compares steps by {listing(missing)}, and this save has no such metric; nothing was saved. Give "
-                f"metrics={{{missing[0]!r}: ...}}, float('nan') where it wasn't measured at this step"
-            )
-
-    def _check_group(self, model: Any, optimizer: Any) -> None:
-        ranks = max(1, len(ranks_of(model, optimizer_list(optimizer))))
-        if ranks != self._rendezvous.world_size:
-            raise CheckpointError(
-                f"the model is sharded over {ranks} ranks and this manager is of {self._rendezvous.world_size}; a manager saves models of "
-                "all ranks of the job. Use save() for others"
             )
