@@ -21,7 +21,8 @@ from ..layout import Range
 from ..pieces import Piece, check_piece
 from .format import cut_text
 from .header import Box
-from .pickles import PickledObject, as_shape, read_objects
+from .pickled import PickledObject, as_shape
+from .pickles import read_objects
 
 _MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 _CLASSES = [(module, name) for module in _MODULES for name in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")]

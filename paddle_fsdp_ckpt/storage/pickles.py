@@ -10,11 +10,10 @@ from NumPy's ``ndarray.__reduce__`` and ``dtype.__reduce__``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import BinaryIO, NamedTuple, TypeAlias, cast
+from typing import BinaryIO
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError
+from .pickled import NUMPY_GLOBALS, AllowedClass, GlobalName, NumpyGlobal, Payload, PickledArray, PickledDtype, PickledObject, as_shape
 
 _PROTOCOL = 4
 _MAX_TEXT_NBYTES = 1 << 16
@@ -22,71 +21,6 @@ _MAX_INTEGER_NBYTES = 8
 _MAX_OPCODES = 100_000_000
 _MAX_SHOWN = 100
 _WAY_OUT = "restore the file from a copy, or load another checkpoint"
-
-
-class Payload(NamedTuple):
-    """Bytes in the file: where the first one is, and how many there are. They were not read."""
-
-    offset: int
-    nbytes: int
-
-
-@dataclass(eq=False)
-class PickledDtype:
-    """A NumPy dtype; ``code`` is its kind and bytes an element, e.g. ``"f4"``. It is complete once its byte order was read."""
-
-    code: str
-    is_complete: bool = False
-
-
-@dataclass(eq=False)
-class PickledArray:
-    """A NumPy array; ``payload`` has its elements, and is None for an array that the file doesn't complete.
-
-    Attributes:
-        code: kind and bytes an element, e.g. ``"f4"``; little-endian.
-        shape: of the array.
-        is_fortran: whether the first index varies fastest, instead of the last.
-        payload: where the elements are; as many bytes as the shape and the code say.
-    """
-
-    code: str = ""
-    shape: tuple[int, ...] = ()
-    is_fortran: bool = False
-    payload: Payload | None = None
-
-
-@dataclass(eq=False)
-class PickledObject:
-    """An object of one of the allowed classes: the class's name without its module, and the attributes. Two are never equal."""
-
-    cls: str
-    fields: dict[object, object] = field(default_factory=dict)
-
-
-class _Numpy(Enum):
-    """What a pickled array names."""
-
-    RECONSTRUCT = "_reconstruct"
-    NDARRAY = "ndarray"
-    DTYPE = "dtype"
-
-
-class _Class(NamedTuple):
-    """An allowed class, without its module."""
-
-    name: str
-
-
-GlobalName: TypeAlias = "tuple[str, str]"
-"""Module and name, as a pickle has them."""
-
-_NUMPY_GLOBALS: dict[GlobalName, _Numpy] = {
-    ("numpy._core.multiarray", "_reconstruct"): _Numpy.RECONSTRUCT,  # NumPy 2
-    ("numpy.core.multiarray", "_reconstruct"): _Numpy.RECONSTRUCT,  # NumPy 1
-    ("numpy", "ndarray"): _Numpy.NDARRAY,
-    ("numpy", "dtype"): _Numpy.DTYPE,
-}
 
 
 def read_arrays(file: BinaryIO, size: int, where: str) -> object:
@@ -105,18 +39,20 @@ def read_arrays(file: BinaryIO, size: int, where: str) -> object:
         UnsafeCheckpointError: it asks for anything else, or for more than a checkpoint needs. Nothing of it was run.
         CorruptCheckpointError: it is cut short or contradicts itself.
     """
-    return _Machine(file, size, where, dict(_NUMPY_GLOBALS)).run()
+    return _Machine(file, size, where, dict(NUMPY_GLOBALS)).run()
 
 
 def read_objects(file: BinaryIO, size: int, where: str, classes: Collection[GlobalName]) -> object:
     """Return what a pickle of containers, texts, numbers and objects of the given classes holds; else like :func:`read_arrays`."""
-    return _Machine(file, size, where, {one: _Class(one[1]) for one in classes}).run()
+    return _Machine(file, size, where, {one: AllowedClass(one[1]) for one in classes}).run()
 
 
 class _Machine:
     """The stack machine of Python's ``pickletools``, cut down to what builds plain data."""
 
-    def __init__(self, file: BinaryIO, size: int, where: str, known: dict[GlobalName, _Numpy] | dict[GlobalName, _Class]) -> None:
+    def __init__(
+        self, file: BinaryIO, size: int, where: str, known: dict[GlobalName, NumpyGlobal] | dict[GlobalName, AllowedClass]
+    ) -> None:
         self._file = file
         self._size = size
         self._where = where
@@ -312,7 +248,7 @@ class _Machine:
 
     def op_newobj(self) -> None:
         arguments, cls = self._stack.pop(), self._stack.pop()
-        if type(cls) is not _Class or type(arguments) is not tuple or arguments:
+        if type(cls) is not AllowedClass or type(arguments) is not tuple or arguments:
             raise self._unsafe("makes an object in a way")
         self._stack.append(PickledObject(cls.name))
 
@@ -320,9 +256,9 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple:
             raise ValueError("the arguments of a call are no tuple")
-        if function is _Numpy.RECONSTRUCT and len(arguments) == 3 and arguments[0] is _Numpy.NDARRAY:
+        if function is NumpyGlobal.RECONSTRUCT and len(arguments) == 3 and arguments[0] is NumpyGlobal.NDARRAY:
             self._stack.append(PickledArray())
-        elif function is _Numpy.DTYPE and len(arguments) == 3 and type(arguments[0]) is str:
+        elif function is NumpyGlobal.DTYPE and len(arguments) == 3 and type(arguments[0]) is str:
             self._stack.append(PickledDtype(arguments[0]))
         else:
             raise self._unsafe("calls something in a way")
@@ -354,19 +290,6 @@ class _Machine:
             raise self._unsafe("has an array in a form")
         array.code, array.shape, array.is_fortran, array.payload = dtype.code, as_shape(shape), is_fortran, payload
 
-
-def as_shape(value: object) -> tuple[int, ...]:
-    """Return a value of a pickle that must be a shape, or an offset, as such.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if type(value) is not tuple or len(value) > _MAX_DIMENSIONS or any(type(one) is not int or one < 0 for one in value):
-        raise ValueError("a shape or an offset is not a tuple of whole numbers")
-    return cast("tuple[int, ...]", value)
-
-
-_MAX_DIMENSIONS = 64
 
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"\x80": _Machine.op_proto,

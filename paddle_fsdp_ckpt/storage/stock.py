@@ -22,7 +22,8 @@ from .format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, MANIFEST_NAME, Fil
 from .header import METADATA_KEY, header_nbytes
 from .index import CheckpointIndex, Stored, open_inside, read_index, without_garbage_collection
 from .metadata import StockPiece, read_metadata
-from .pickles import PickledArray, read_arrays
+from .pickled import PickledArray
+from .pickles import read_arrays
 from .reserved_keys import without_reserved
 from .system_errors import reading_file
 

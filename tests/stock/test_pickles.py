@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from paddle_fsdp_ckpt.storage.pickles import _INSTRUCTIONS, PickledArray, PickledObject, read_arrays, read_objects
+from paddle_fsdp_ckpt.storage.pickled import PickledArray, PickledObject
+from paddle_fsdp_ckpt.storage.pickles import _INSTRUCTIONS, read_arrays, read_objects
 
 DTYPES = [np.dtype(code) for code in ("f8", "f4", "f2", "u2", "i8", "i4", "i2", "i1", "u1", "?")]
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)))
