@@ -7,13 +7,11 @@ reaches a layer's outputs, an optimizer steps. A journal of the order is compare
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
-import numpy as np
 import paddle
 from paddle import nn
 
@@ -29,6 +27,7 @@ from .prefetching import Prefetcher
 from .recomputation import running_backwards
 from .running_statistics import average_statistics
 from .saved_weights import SAVED_WEIGHTS
+from .step_agreement import StepAgreement
 from .unit import Unit
 
 GradientReduction = Literal["mean", "sum"]
@@ -75,7 +74,7 @@ class Runtime:
         self._prefetcher = Prefetcher(prefetch)
         self._running_forwards = 0
         self._optimizers_stepping = 0
-        self._journal = 0
+        self._agreement = StepAgreement()
         self._lost_writes = LostWrites()
         self._gradient_marks: dict[int, paddle.Tensor] = {}
         self._failure: CheckpointError | None = None
@@ -290,7 +289,7 @@ class Runtime:
                 if not any(other.held_by is one for one in backwards):
                     other.held_by = None
                     self._let_go(other)
-            self._note("gather", unit)
+            self._agreement.note("gather", unit)
             unit.gather()
             self._prefetcher.fetched(unit)
         if fill:
@@ -301,13 +300,8 @@ class Runtime:
             self._lost_writes.look(unit)
         unit.release()
         if unit.in_backward and unit.backward_calls == 0:
-            self._note("reduce", unit)
+            self._agreement.note("reduce", unit)
             self._prefetcher.reduce(unit, self._gradient_mean)
-
-    def _note(self, what: str, unit: Unit) -> None:
-        # FNV-1a over 24 bits, so that the value and its negative fit an int32.
-        for byte in (unit.index & 0xFF, unit.index >> 8 & 0xFF, ord(what[0])):
-            self._journal = ((self._journal ^ byte) * 0x01000193) & 0xFFFFFF
 
     # Step.
 
@@ -354,33 +348,24 @@ class Runtime:
     def _reduce_gradients(self, settings: object = None) -> None:
         self._prefetcher.finish_reductions()
         shards, buffers = self.shards, self.buffers
-        flags: list[int] = [shard.got_gradient for shard in shards]
-        flags += [buffer.has_pending_gradient for buffer in buffers]
-        flags += [self._lost_writes.take()]
-        frozen = bytes(shard.parameter.stop_gradient for shard in shards)
-        # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
-        present = bytes(shard.has_gradient for shard in shards)
-        alike = [
-            self._journal,
-            *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present)),
-            self.given_values.checksum,
-        ]
-        agreed = self.communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32))
-        for largest, smallest, problem in zip(agreed[-10:-5], agreed[-5:], _DIFFERENCES, strict=True):
-            if int(largest) != -int(smallest):
-                raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
-        self._journal = 0
+        agreed = self._agreement.reach(
+            self.communicator,
+            shards,
+            buffers,
+            written=self._lost_writes.take(),
+            settings=settings,
+            given=self.given_values.checksum,
+        )
         self.given_values.clear()
-        written = int(agreed[len(flags) - 1])
-        if written:
+        if agreed.written:
             raise ShardingError(
-                f"unit '{self.units[written - 1].name}': a parameter of it was written to inside a forward, as by an initializer, which "
-                "would be lost; use set_value between steps, or `with paddle_fsdp_ckpt.local_parameters(model):`. Nothing was stepped"
+                f"unit '{self.units[agreed.written - 1].name}': a parameter of it was written to inside a forward, as by an initializer, "
+                "which would be lost; use set_value between steps, or `with paddle_fsdp_ckpt.local_parameters(model):`. Nothing was stepped"
             )
-        for shard, got in zip(shards, agreed, strict=False):
-            shard.has_gradient = shard.has_gradient or bool(got)
+        for shard, got in zip(shards, agreed.got_gradient, strict=True):
+            shard.has_gradient = shard.has_gradient or got
             shard.got_gradient = False
-        for buffer, pending in zip(buffers, agreed[len(shards) : len(flags) - 1], strict=True):
+        for buffer, pending in zip(buffers, agreed.is_pending, strict=True):
             if pending:
                 buffer.reduce_gradient(self._gradient_mean)
         for unit in self.units:
@@ -436,15 +421,6 @@ class Runtime:
         """Return (bytes of this rank's shards, bytes of whole buffers), data and gradients together."""
         pairs = [buffer.memory_bytes() for buffer in self.buffers]
         return sum(local for local, _ in pairs), sum(whole for _, whole in pairs)
-
-
-_DIFFERENCES = (
-    "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
-    "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
-    "differ in the optimizer's learning rate, or in another setting of it; set the same ones, and step its scheduler alike, on every rank",
-    "differ in which parameters have a gradient from before; call clear_grad alike on every rank",
-    "gave set_value other values, or some none; call it on every rank with the same value, or load_full_state_dict(from_rank=0)",
-)
 
 
 class _BackwardCall:

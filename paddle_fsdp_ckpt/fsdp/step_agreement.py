@@ -1,0 +1,90 @@
+"""What ranks did with a model since the last step and must have done alike, and what they tell each other: one reduction of integers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..errors import ShardingError
+
+if TYPE_CHECKING:
+    from .communication import Communicator
+    from .live_buffer import LiveBuffer
+    from .parameter_shard import ParameterShard
+    from .unit import Unit
+
+_DIFFERENCES = (
+    "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
+    "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
+    "differ in the optimizer's learning rate, or in another setting of it; set the same ones, and step its scheduler alike, on every rank",
+    "differ in which parameters have a gradient from before; call clear_grad alike on every rank",
+    "gave set_value other values, or some none; call it on every rank with the same value, or load_full_state_dict(from_rank=0)",
+)
+
+
+class Agreed(NamedTuple):
+    """What holds on any rank.
+
+    Attributes:
+        got_gradient: for each parameter, whether a gradient arrived.
+        is_pending: for each flat buffer, whether it has gradients to reduce.
+        written: 1 + the index of a unit that was written to inside a forward, or 0.
+    """
+
+    got_gradient: list[bool]
+    is_pending: list[bool]
+    written: int
+
+
+class StepAgreement:
+    """The journal of one model's collective operations since the last step, and its comparison."""
+
+    def __init__(self) -> None:
+        self._journal = 0
+
+    def note(self, what: str, unit: Unit) -> None:
+        """Remember that a unit was gathered, or its gradients reduced."""
+        # FNV-1a over 24 bits, so that the value and its negative fit an int32.
+        for byte in (unit.index & 0xFF, unit.index >> 8 & 0xFF, ord(what[0])):
+            self._journal = ((self._journal ^ byte) * 0x01000193) & 0xFFFFFF
+
+    def reach(
+        self,
+        communicator: Communicator,
+        shards: Sequence[ParameterShard],
+        buffers: Sequence[LiveBuffer],
+        *,
+        written: int,
+        settings: object,
+        given: int,
+    ) -> Agreed:
+        """Compare what must be alike, and return what holds on any rank; the journal begins anew. A collective operation.
+
+        Args:
+            communicator: the ranks.
+            shards: all parameters.
+            buffers: all flat buffers.
+            written: this rank's, see :class:`Agreed`.
+            settings: of the optimizer that is about to step; None of none.
+            given: a checksum of 24 bits of what ``set_value`` was given.
+
+        Raises:
+            ShardingError: the ranks differ; the journal is as it was.
+        """
+        flags: list[int] = [shard.got_gradient for shard in shards]
+        flags += [buffer.has_pending_gradient for buffer in buffers]
+        flags += [written]
+        frozen = bytes(shard.parameter.stop_gradient for shard in shards)
+        present = bytes(shard.has_gradient for shard in shards)
+        # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
+        alike = [self._journal, *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present)), given]
+        agreed = communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32)).tolist()
+        for largest, smallest, problem in zip(agreed[-10:-5], agreed[-5:], _DIFFERENCES, strict=True):
+            if largest != -smallest:
+                raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
+        self._journal = 0
+        got, pending = agreed[: len(shards)], agreed[len(shards) : len(flags) - 1]
+        return Agreed(list(map(bool, got)), list(map(bool, pending)), agreed[len(flags) - 1])
