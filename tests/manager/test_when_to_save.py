@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import manager_cases as cases
 import pytest
+import voting_cases
 from harness import RankPool
 
 from paddle_fsdp_ckpt.errors import CheckpointError, RankFailedError
@@ -18,25 +18,25 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_signal_on_any_rank_stops_all_at_one_step(signalled: int, tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(2).run(cases.vote_by_signal, str(tmp_path / "root"), signalled, 6, 50) == [([2, 4, 6], 6)] * 2
+    assert ranks(2).run(voting_cases.vote_by_signal, str(tmp_path / "root"), signalled, 6, 50) == [([2, 4, 6], 6)] * 2
 
 
 def test_signals_work_on_one_rank(tmp_path: Path, single: RankPool) -> None:
-    assert single.run(cases.vote_by_signal, str(tmp_path / "root"), 0, 6, 50) == [([2, 4, 6], 6)]
+    assert single.run(voting_cases.vote_by_signal, str(tmp_path / "root"), 0, 6, 50) == [([2, 4, 6], 6)]
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_clock_of_rank_0_counts(late: int, tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(2).run(cases.vote_by_time, str(tmp_path / "root"), late) == [[False, late == 0, False]] * 2
+    assert ranks(2).run(voting_cases.vote_by_time, str(tmp_path / "root"), late) == [[False, late == 0, False]] * 2
 
 
 def test_many_votes_agree(tmp_path: Path, ranks: Ranks) -> None:
     right = [step for step in range(60) if step % 3 < 2]
-    assert ranks(2).run(cases.count_votes, str(tmp_path / "root"), 60) == [right] * 2
+    assert ranks(2).run(voting_cases.count_votes, str(tmp_path / "root"), 60) == [right] * 2
 
 
 def test_signals_break_no_connection(tmp_path: Path, ranks: Ranks) -> None:
-    saves = ranks(2).run(cases.vote_while_signalled, str(tmp_path / "root"), 2000)
+    saves = ranks(2).run(voting_cases.vote_while_signalled, str(tmp_path / "root"), 2000)
     assert saves[0] == saves[1] > 10
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import manager_cases as cases
 import pytest
+import writer_cases
 from harness import RankPool
 
 from paddle_fsdp_ckpt.errors import CheckpointError
@@ -26,17 +27,17 @@ Ranks = Callable[[int], RankPool]
 
 def test_the_second_run_is_told_of_the_first(tmp_path: Path, ranks: Ranks, single: RankPool) -> None:
     root = str(tmp_path / "root")
-    ((pid, in_process),) = single.run(cases.begin_to_write, root, 1)
+    ((pid, in_process),) = single.run(writer_cases.begin_to_write, root, 1)
     assert in_process.startswith(
         f"another CheckpointManager of this process writes to '{root}'; nothing was changed. close() that one first"
     )
     holder = f"process {pid} on host '{socket.gethostname()}' writes to '{root}', as rank 0 of another run"
-    for step, at_save, at_once in ranks(2).run(cases.write_beside, root):
+    for step, at_save, at_once in ranks(2).run(writer_cases.write_beside, root):
         assert step == 1
         assert holder in at_save and holder in at_once
-    assert ranks(2).run(cases.look, root) == [1, 1]
-    single.run(cases.write_and_end, 2)
-    for text in ranks(2).run(cases.save_after_a_look, 3):
+    assert ranks(2).run(writer_cases.look, root) == [1, 1]
+    single.run(writer_cases.write_and_end, 2)
+    for text in ranks(2).run(writer_cases.save_after_a_look, 3):
         assert "another run saved step_00000002" in text
     assert [*ranks(2).run(cases.call, "save_in_used_root", (root,), {"resume": True, "step": 3})] == [[1, 2, 3]] * 2
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in (1, 2, 3))]

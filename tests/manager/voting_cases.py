@@ -1,0 +1,67 @@
+"""What runs on the ranks to decide together when to save and to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from harness import this_rank
+from manager_cases import build
+
+from paddle_fsdp_ckpt import CheckpointManager
+
+
+def vote_by_signal(root: str, signalled_rank: int, at_step: int, steps: int) -> tuple[list[int], int]:
+    """Return the steps at which it was said to save, and the one at which the loop was told to stop."""
+    due = []
+    with CheckpointManager(root, save_every_steps=4, save_signals=[signal.SIGUSR2], stop_signals=[signal.SIGTERM]) as checkpoints:
+        for step in range(1, steps + 1):
+            if step == at_step and this_rank().rank == signalled_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if step == 2 and this_rank().rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if checkpoints.should_save(step):
+                due.append(step)
+            if checkpoints.should_stop:
+                break
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return due, step
+
+
+def vote_while_signalled(root: str, times: int) -> int:
+    """Vote while this process gets signals all the time, and return how many of the votes were to save."""
+    code = f"import os, signal, time\nwhile True:\n    os.kill({os.getpid()}, signal.SIGUSR2)\n    time.sleep(0.0002)"
+    with CheckpointManager(root, save_signals=[signal.SIGUSR2]) as checkpoints:
+        sender = subprocess.Popen([sys.executable, "-S", "-c", code])
+        try:
+            saves = sum(checkpoints.should_save(step) for step in range(times))
+        finally:
+            sender.kill()
+            sender.wait()
+    return saves
+
+
+def vote_by_time(root: str, late: int) -> list[bool]:
+    """Ask at three steps: at the second, the minutes are over by one rank's clock; before the third it is saved."""
+    model, optimizer = build()
+    said = []
+    with CheckpointManager(root, save_every_minutes=60) as checkpoints:
+        said.append(checkpoints.should_save(1))
+        if this_rank().rank == late:
+            checkpoints._schedule._clock._since -= 3600.0
+        said.append(checkpoints.should_save(2))
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        said.append(checkpoints.should_save(3))
+    return said
+
+
+def count_votes(root: str, times: int) -> list[int]:
+    with CheckpointManager(root, save_signals=[signal.SIGUSR2]) as checkpoints:
+        due = []
+        for step in range(times):
+            if step % 3 == this_rank().rank:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            due += [step] * checkpoints.should_save(step)
+        return due
