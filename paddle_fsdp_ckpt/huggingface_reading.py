@@ -24,6 +24,8 @@ from .storage.casts import as_array
 from .storage.index import CheckpointIndex
 from .storage.reader import PARTIAL_STATE
 
+_OWN_NBYTES = 8  # what a rank sends itself, since it must send itself something; what follows stays aligned
+
 
 class Reading:
     """What the ranks of a replica read, step by step; after each step but the last they must know that all have succeeded.
@@ -165,7 +167,7 @@ class _Strip(NamedTuple):
 
 def _numels(blocks: Sequence[Block], world_size: int) -> np.ndarray[Any, Any]:
     """Return how many bytes each rank (row) sends to each (column) in a round, see :meth:`~.fsdp.Communicator.all_to_all`."""
-    numels = np.eye(world_size, dtype=np.int64)
+    numels = _OWN_NBYTES * np.eye(world_size, dtype=np.int64)
     for block in blocks:
         for rank, columns in block.columns:
             if rank != block.reader:
