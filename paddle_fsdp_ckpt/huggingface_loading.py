@@ -46,7 +46,7 @@ def load_huggingface(
     Strict: each parameter and persistable buffer must come from tensors of its shape and dtype, and each tensor must go somewhere. Fused
     projections are put together. Each rank reads what it keeps, straight into its place. Of a matrix that lies the other way round that is
     a part of each of its rows: the ranks that keep some of it read whole rows by turns, each about as much as it keeps, and hand on to
-    each other what the others keep, at most 64 MiB at a time. So each byte is read by one rank of each replica; of a plain model, by all.
+    each other what the others keep, at most 32 MiB at a time. So each byte is read by one rank of each replica; of a plain model, by all.
     Master weights of bound optimizers follow.
 
     Args:

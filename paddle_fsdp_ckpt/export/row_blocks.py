@@ -20,7 +20,7 @@ from .values import Array, read_values, whole_piece
 BLOCK_NBYTES = 8 << 20
 """How large a block is, at most, where its rows aren't longer."""
 
-ROUND_NBYTES = 64 << 20
+ROUND_NBYTES = 32 << 20
 """How much a rank reads for others, and how much it gets from others, before it passes on what it has read."""
 
 
