@@ -218,7 +218,7 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     from matplotlib.patches import Rectangle
 
     label = "\n".join(_in_lines(_row_label(row.copies)))
-    axes.text(-0.008, number - 0.02, label, ha="right", va="center", fontsize=9, color=_INK, linespacing=1.0)
+    axes.text(-0.008, number - 0.02, label, ha="right", va="center", fontsize=9, color=_INK)
     several = f"{len(row.copies)} x " if len(row.copies) > 1 else ""
     dtype = f" {row.dtype}" if with_dtype else ""
     padding = f"\npadding {_percent(row.padding / row.numel)}" if row.shard_numel is not None else ""
