@@ -75,6 +75,8 @@ def load_huggingface(
         for number in range(plan.reading.steps):
             exchange(rendezvous, f"{token}/read/{number}", partial(plan.reading.step, number), lambda _: None, timeout_seconds)
     except RankFailedError as error:
+        if PARTIAL_STATE in str(error):
+            raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
         plan.subjects.sharding.values_written(model, [], [])
