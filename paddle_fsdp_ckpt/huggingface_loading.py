@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from paddle import nn
 
-from .errors import CheckpointError, MismatchError, RankFailedError, ShardingError, listing
+from .errors import MismatchError, RankFailedError, ShardingError, listing
 from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
-from .export.local_values import read_local
+from .export.local_values import Target
 from .export.recipes import AUTO, choose_recipe
 from .export.recipes.rules import Rule, TensorSource, apply_rule
-from .host_memory import destinations
+from .fsdp import dtype_name
+from .huggingface_reading import Reading
+from .layout import Range
 from .meeting import absolute_path, check_same, open_meeting
 from .pieces import Piece
-from .storage.agreement import exchange
-from .storage.casts import can_cast, convert
+from .storage.agreement import COORDINATOR, exchange
+from .storage.casts import can_cast
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS
 from .storage.comparison import have_same_values
-from .storage.flex import piece_of
 from .storage.format import JsonValue
 from .storage.index import CheckpointIndex
 from .storage.reader import PARTIAL_STATE
@@ -40,8 +44,9 @@ def load_huggingface(
     """Give a model the weights of a Hugging Face model in safetensors files. All ranks must call it alike.
 
     Strict: each parameter and persistable buffer must come from tensors of its shape and dtype, and each tensor must go somewhere. Fused
-    projections are put together. Each rank reads what it keeps, and holds one parameter's part a second time. Of a matrix that lies the
-    other way round that is a part of each of its rows, and where those are shorter than 64 KiB all of it is read, and let go of at once.
+    projections are put together. Each rank reads what it keeps, straight into its place. Of a matrix that lies the other way round that is
+    a part of each of its rows: the ranks that keep some of it read whole rows by turns, each about as much as it keeps, and hand on to
+    each other what the others keep, at most 32 MiB at a time. So each byte is read by one rank of each replica; of a plain model, by all.
     Master weights of bound optimizers follow.
 
     Args:
@@ -60,16 +65,18 @@ def load_huggingface(
     planned: list[_Plan] = []
 
     def prepare() -> JsonValue:
-        plan = _prepare(absolute_path(path), check_subjects(model, []), recipe, cast=cast)
+        plan = _prepare(absolute_path(path), check_subjects(model, []), recipe, cast=cast, compare=rendezvous.rank == COORDINATOR)
         planned.append(plan)
-        used = sorted({source.name for sources in plan.sources for source in sources})
-        return [str(plan.index.path), plan.subjects.digest(), plan.index.digest(), [recipe, cast], used]
+        return [str(plan.index.path), plan.subjects.digest(), plan.index.digest(), [recipe, cast], plan.reading.digest]
 
     exchange(rendezvous, f"{token}/prepare", prepare, lambda ranks: _check_alike(planned[0], ranks), timeout_seconds)
     plan = planned[0]
     try:
-        exchange(rendezvous, f"{token}/read", plan.read, lambda _: None, timeout_seconds)
+        for number in range(plan.reading.steps):
+            exchange(rendezvous, f"{token}/read/{number}", partial(plan.reading.step, number), lambda _: None, timeout_seconds)
     except RankFailedError as error:
+        if PARTIAL_STATE in str(error):
+            raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
         plan.subjects.sharding.values_written(model, [], [])
@@ -77,64 +84,106 @@ def load_huggingface(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one rank will read, and into what.
+    """What will be read, and into what.
 
     Attributes:
         index: of the Hugging Face model.
         subjects: the model.
-        pieces: what this rank keeps.
-        sources: where each of them comes from.
-        not_needed: names of tensors there that are other names of such as are read.
+        used: names of tensors there that values come from, or that are other names of such.
+        reading: what this rank does.
     """
 
     index: CheckpointIndex
     subjects: Subjects
-    pieces: Sequence[Piece]
-    sources: Sequence[Sequence[TensorSource]]
-    not_needed: frozenset[str]
-
-    def read(self) -> None:
-        """Read everything into its place."""
-        assert self.subjects.model is not None
-        weights = self.subjects.sharding.model_weights(self.subjects.model)
-        for piece, sources in zip(self.pieces, self.sources, strict=True):
-            values = read_local(self.index, sources, piece)
-            stored = self.index.dtypes[sources[0].name]
-            if stored != piece.dtype:
-                values, overflow = convert(values, stored, piece.dtype)
-                if overflow:
-                    raise CheckpointError(f"'{piece.key}': {overflow} values are too large for {piece.dtype}; {PARTIAL_STATE}")
-            with destinations([weights[piece.key].local_tensor]) as (view,):
-                view[:] = values.view("uint8").data
+    used: frozenset[str]
+    reading: Reading
 
 
-def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool) -> _Plan:
+def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare: bool) -> _Plan:
+    """Plan what this rank reads; where ``compare`` is true, look whether tensors that become one have the same values."""
     assert subjects.model is not None
     index = read_huggingface_index(path)
     config = read_config(path) if (path / CONFIG_NAME).exists() else None
     chosen = choose_recipe(recipe, config)
     rules = chosen.rules_of(sorted(subjects.model_keys()))
-    heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config)
-    pieces: list[Piece] = []
-    all_sources: list[list[TensorSource]] = []
-    problems: list[str] = []
-    for key, weight in subjects.sharding.model_weights(subjects.model).items():
-        piece = piece_of(key, weight)
-        if piece.local_shape != piece.global_shape:
+    heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, compare=compare)
+    weights = subjects.sharding.model_weights(subjects.model)
+    for key, weight in weights.items():
+        if tuple(weight.local_shape) != tuple(weight.global_shape):
             raise ShardingError(f"'{key}' is cut by more than its flat elements, as by tensor parallelism, which this can't load")
-        head = heads.get(key)
-        rule, values = rules[key if head is None or not head.lies_as_embedding else head.embedding]
-        whole = Piece(key, piece.dtype, piece.global_shape, (0,) * len(piece.global_shape), piece.global_shape)
-        sources = list(apply_rule(rule, values, whole, config))
-        if head is not None:
-            sources = [replace(source, name=head.tensor) for source in sources]
-        if sources and piece.numel:
-            pieces.append(piece)
-            all_sources.append(sources)
-            problems += _problems(index, piece, sources, cast=cast)
+    targets: list[Target] = []
+    tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
+    problems: list[str] = []
+    for tensor in _tensors(subjects):
+        found: list[tuple[TensorSource, ...]] = []
+        for key in tensor.names:
+            head = heads.get(key)
+            rule, values = rules[key if head is None or not head.lies_as_embedding else head.embedding]
+            whole = Piece(key, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+            sources = tuple(apply_rule(rule, values, whole, config))
+            if head is not None:
+                sources = tuple(replace(source, name=head.tensor) for source in sources)
+            problems += _problems(index, key, tensor.dtype, sources, cast=cast)
+            if sources:
+                found.append(sources)
+        if found:
+            targets.append(Target(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
+            tied += [(found[0], other) for other in found[1:]]
     if problems:
         raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}")
-    return _Plan(index, subjects, pieces, all_sources, frozenset(head.own_tensor for head in heads.values()))
+    for first, others in tied if compare else ():
+        _check_same_values(index, first, others)
+    used = {source.name for target in targets for source in target.sources} | {source.name for _, others in tied for source in others}
+    used |= {head.own_tensor for head in heads.values()}
+    return _Plan(index, subjects, frozenset(used), Reading(index, targets, subjects.sharding.communicator, weights))
+
+
+class _Tensor(NamedTuple):
+    """A parameter or persistable buffer of the model, whichever ranks keep it.
+
+    Attributes:
+        names: in sorted order, several where it is tied.
+        shape: of all of it.
+        dtype: Paddle's name of it.
+        kept: which of its elements each rank keeps that keeps some; of what all keep whole, this rank alone.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    kept: dict[int, Range]
+
+
+def _tensors(subjects: Subjects) -> Iterator[_Tensor]:
+    """Yield the model's tensors that have elements; those that are cut in the same order on all ranks."""
+    assert subjects.model is not None
+    for shard in subjects.sharding.flat_shards():
+        layout = shard.layout
+        for slot in layout.slots:
+            ranks = range(slot.range.start // layout.shard_numel, -(-slot.range.stop // layout.shard_numel))
+            yield _Tensor(slot.names, slot.shape, layout.dtype, {rank: layout.local_range(slot, rank) for rank in ranks})
+    keys, rank = subjects.sharding.whole_keys(subjects.model), subjects.sharding.communicator.rank
+    whole = [(tuple(sorted(named.names)), named.parameter) for named in subjects.parameters if named.names[0] in keys]
+    for names, tensor in [*whole, *(((name,), buffer) for name, buffer in subjects.buffers)]:
+        shape = tuple(tensor.shape)
+        if 0 not in shape:
+            yield _Tensor(names, shape, dtype_name(tensor), {rank: Range(0, math.prod(shape))})
+
+
+def _check_same_values(index: CheckpointIndex, sources: Sequence[TensorSource], others: Sequence[TensorSource]) -> None:
+    """Raise unless what two names of one tensor come from is the same.
+
+    Raises:
+        MismatchError: it isn't.
+    """
+    pairs = list(zip(sources, others, strict=False))
+    is_same = len(sources) == len(others) and all((a.shape, a.ranges, a.transpose) == (b.shape, b.ranges, b.transpose) for a, b in pairs)
+    if not is_same or not all(a.name == b.name or have_same_values(index, [a.name, b.name]) for a, b in pairs):
+        (one, *_), (other, *_) = sources, others
+        raise MismatchError(
+            f"'{one.slab.key}' and '{other.slab.key}' are one tensor of the model, and what they come from, '{one.name}' and "
+            f"'{other.name}', has other values; nothing was changed"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,8 +203,10 @@ class _Head:
     lies_as_embedding: bool
 
 
-def _heads(index: CheckpointIndex, subjects: Subjects, rules: Mapping[str, Rule], config: ModelConfig | None) -> dict[str, _Head]:
-    """Return the keys of heads that take the weight of the embedding."""
+def _heads(
+    index: CheckpointIndex, subjects: Subjects, rules: Mapping[str, Rule], config: ModelConfig | None, *, compare: bool
+) -> dict[str, _Head]:
+    """Return the keys of heads that take the weight of the embedding; where ``compare`` is true, look whether both have the same values."""
     found = {}
     for key, rule in rules.items():
         if rule.tied_to is None or rule.tied_to not in rules:
@@ -169,34 +220,32 @@ def _heads(index: CheckpointIndex, subjects: Subjects, rules: Mapping[str, Rule]
         is_said = config is not None and config.get(TIED) is True
         if not (head.lies_as_embedding or is_said or (config is None and head.own_tensor not in index)):
             continue
-        if head.own_tensor in index and head.tensor in index and not have_same_values(index, [head.own_tensor, head.tensor]):
+        both = head.own_tensor in index and head.tensor in index
+        if compare and both and not have_same_values(index, [head.own_tensor, head.tensor]):
             who = "the model ties them" if head.lies_as_embedding else f"config.json says {TIED}"
             raise MismatchError(f"'{head.own_tensor}' and '{head.tensor}' have other values, and {who}; nothing was changed")
         found[key] = head
     return found
 
 
-def _problems(index: CheckpointIndex, piece: Piece, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
+def _problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
     for source in sources:
         if source.name not in index:
-            yield f"'{piece.key}' needs '{source.name}', which is missing"
+            yield f"'{key}' needs '{source.name}', which is missing"
             continue
         stored, shape = index.dtypes[source.name], index.global_shape(source.name)
         if shape != source.shape:
-            yield f"'{piece.key}' needs '{source.name}' of shape {list(source.shape)}, and it has {list(shape)}"
-        if stored != piece.dtype and not (cast and can_cast(stored, piece.dtype)):
-            yield f"'{piece.key}' is {piece.dtype}, and '{source.name}' {stored}" + (
-                " (cast=True converts)" if can_cast(stored, piece.dtype) else ""
-            )
+            yield f"'{key}' needs '{source.name}' of shape {list(source.shape)}, and it has {list(shape)}"
+        if stored != dtype and not (cast and can_cast(stored, dtype)):
+            yield f"'{key}' is {dtype}, and '{source.name}' {stored}" + (" (cast=True converts)" if can_cast(stored, dtype) else "")
         if stored != index.dtypes.get(sources[0].name):
-            yield f"'{piece.key}' is made of tensors of several dtypes"
+            yield f"'{key}' is made of tensors of several dtypes"
 
 
 def _check_alike(plan: _Plan, ranks: list[JsonValue]) -> None:
-    whats = ("path", "model", "files", "recipe and cast")
-    for what, values in zip(whats, zip(*(values[:-1] for values in ranks), strict=True), strict=True):
+    whats = ("path", "model", "files", "recipe and cast", "what the recipe and config.json make of them")
+    for what, values in zip(whats, zip(*ranks, strict=True), strict=True):
         check_same("load_huggingface", what, values, "nothing was changed", shown=what in ("path", "recipe and cast"))
-    used = set().union(*(values[-1] for values in ranks)) | plan.not_needed
-    unused = [f"'{name}'" for name in plan.index.stored if name not in used and not name.endswith(COMPUTED)]
+    unused = [f"'{name}'" for name in plan.index.stored if name not in plan.used and not name.endswith(COMPUTED)]
     if unused:
         raise MismatchError(f"'{plan.index.path}' has {len(unused)} tensors that the model lacks: {listing(unused)}; nothing was changed")

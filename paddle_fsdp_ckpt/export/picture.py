@@ -32,6 +32,7 @@ _ROW_INCHES = 0.42
 _WIDTH_INCHES = 14.0
 _LEGEND_COLUMNS = 3
 _MAP_LEFT, _MAP_RIGHT = 0.19, 0.80
+_LABEL_CHARACTERS = 34  # of a row's name, about as many as have room at the left of the map
 _CHARACTER = 0.0068
 """About how wide a character of a label is, as a part of the map's width."""
 
@@ -216,7 +217,8 @@ def _describe_row(axes: Any, number: int, row: BufferMap, with_dtype: bool, size
     """Say beside a row what it is, with a bar as long as all buffers like it are large, compared with the largest."""
     from matplotlib.patches import Rectangle
 
-    axes.text(-0.008, number - 0.02, _row_label(row.copies), ha="right", va="center", fontsize=9, color=_INK)
+    label = "\n".join(_in_lines(_row_label(row.copies)))
+    axes.text(-0.008, number - 0.02, label, ha="right", va="center", fontsize=9, color=_INK)
     several = f"{len(row.copies)} x " if len(row.copies) > 1 else ""
     dtype = f" {row.dtype}" if with_dtype else ""
     padding = f"\npadding {_percent(row.padding / row.numel)}" if row.shard_numel is not None else ""
@@ -229,6 +231,17 @@ def _row_label(names: Sequence[str]) -> str:
     """Return one name for units that differ in their numbers; a number alone, as in a ``Sequential``, would be taken for a rank's."""
     name = _common_name(names)
     return name if any(character.isalpha() for character in name) else f"layer {name}"
+
+
+def _in_lines(label: str) -> list[str]:
+    """Return a label in one line, or in two where it is long; of a line that is too long even so, the end."""
+    dots = [place for place, character in enumerate(label) if character == "." and ".." not in label[place - 1 : place + 2]]
+    if len(label) <= _LABEL_CHARACTERS or not dots:
+        lines = [label]
+    else:
+        middle = min(dots, key=lambda place: abs(2 * place - len(label)))
+        lines = [label[: middle + 1], label[middle + 1 :]]
+    return [line if len(line) <= _LABEL_CHARACTERS else f"\N{HORIZONTAL ELLIPSIS}{line[1 - _LABEL_CHARACTERS :]}" for line in lines]
 
 
 def _common_name(names: Sequence[str]) -> str:

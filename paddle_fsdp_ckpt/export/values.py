@@ -62,10 +62,11 @@ def check_values(index: CheckpointIndex, keys: Sequence[str]) -> None:
     check_duplicates(plan)
 
 
-def iter_values(index: CheckpointIndex, wanted: Sequence[Piece]) -> Iterator[Part]:
+def iter_values(index: CheckpointIndex, wanted: Sequence[Piece], consequence: str = UNCHANGED) -> Iterator[Part]:
     """Yield the values of pieces, in order, in batches of :data:`BATCH_NUMEL` elements; where a file has digests they are checked.
 
-    Two checkpoints give the same parts where the pieces are as large, whatever their dtypes.
+    Two checkpoints give the same parts where the pieces are as large, whatever their dtypes. ``consequence`` says in words what a failure
+    leaves behind.
 
     Raises:
         What :func:`~paddle_fsdp_ckpt.storage.reader.execute_read` raises.
@@ -82,18 +83,25 @@ def iter_values(index: CheckpointIndex, wanted: Sequence[Piece]) -> Iterator[Par
             parts.append(replace(piece, flat_range=Range(first + start, first + stop)))
             views.append(scratch[used : used + nbytes])
             used += nbytes
-        _read(index, parts, views)
+        read_into(index, parts, views, consequence)
         for (number, start, _), part, view in zip(batch, parts, views, strict=True):
             yield Part(number, start, as_array(view, part.dtype))
 
 
-def read_values(index: CheckpointIndex, piece: Piece) -> Array:
+def read_values(index: CheckpointIndex, piece: Piece, consequence: str = UNCHANGED) -> Array:
     """Return all values of a piece, 1-D; a bfloat16 as the uint16 of its bits.
+
+    Args:
+        index: of the checkpoint.
+        piece: what to read.
+        consequence: what a failure leaves behind, in words.
 
     Raises:
         As :func:`iter_values`.
     """
-    return read_pieces(index, [piece])[0]
+    data = memoryview(bytearray(piece.numel * DTYPE_NBYTES[piece.dtype]))
+    read_into(index, [piece], [data], consequence)
+    return as_array(data, piece.dtype)
 
 
 def read_pieces(index: CheckpointIndex, pieces: Sequence[Piece]) -> list[Array]:
@@ -103,7 +111,7 @@ def read_pieces(index: CheckpointIndex, pieces: Sequence[Piece]) -> list[Array]:
         As :func:`iter_values`.
     """
     data = [memoryview(bytearray(piece.numel * DTYPE_NBYTES[piece.dtype])) for piece in pieces]
-    _read(index, pieces, data)
+    read_into(index, pieces, data)
     return [as_array(one, piece.dtype) for one, piece in zip(data, pieces, strict=True)]
 
 
@@ -113,11 +121,16 @@ def copy_transposed(source: Array, target: Array) -> None:
         target[:, start : start + _STRIP] = source[start : start + _STRIP].T
 
 
-def _read(index: CheckpointIndex, pieces: Sequence[Piece], views: Sequence[memoryview]) -> None:
+def read_into(index: CheckpointIndex, pieces: Sequence[Piece], views: Sequence[memoryview], consequence: str = UNCHANGED) -> None:
+    """Read all values of several pieces, each straight into bytes.
+
+    Raises:
+        As :func:`iter_values`.
+    """
     plan = plan_read(_only(index, {piece.key for piece in pieces}), pieces, ())
     if plan.problems:
         raise CheckpointError(str(plan.problems))
-    execute_read(plan, views, UNCHANGED)
+    execute_read(plan, views, consequence)
 
 
 def _only(index: CheckpointIndex, keys: Iterable[str]) -> CheckpointIndex:

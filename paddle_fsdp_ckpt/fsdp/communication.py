@@ -65,7 +65,7 @@ class Communicator:
         self.replica_count: int = 1 if replicate_group is None else replicate_group.nranks
         self._replicate_group = replicate_group
         self._groups = [one for one in (group, replicate_group) if one is not None and one.nranks > 1]
-        self._has_reduce_scatter = self.world_size > 1 and dist.get_backend(group).upper() != "GLOO"
+        self._is_gloo = self.world_size > 1 and dist.get_backend(group).upper() == "GLOO"
         rows = self._find_replicas([dist.get_rank()] if group is None else list(group.ranks))
         self.ranks: tuple[int, ...] = tuple(sorted(rank for row in rows for rank in row))
         self.replicas = [[self.ranks.index(rank) for rank in row] for row in rows]
@@ -128,7 +128,7 @@ class Communicator:
         shard_numel = whole.shape[0] // self.world_size
         mine: paddle.Tensor | None = None
         task = None
-        if not self.alone and self._has_reduce_scatter:
+        if not self.alone and not self._is_gloo:
             mine = paddle.empty([shard_numel], dtype=whole.dtype)
             task = dist.stream.reduce_scatter(mine, whole, group=self.group, sync_op=sync_op)
         elif not self.alone:
@@ -144,6 +144,39 @@ class Communicator:
             return shard if shard.dtype == dtype else shard.astype(dtype)
 
         return StartedCollective(None if sync_op else task, result, whole)
+
+    def all_to_all(self, outgoing: paddle.Tensor, numels: np.ndarray[Any, Any]) -> paddle.Tensor:
+        """Send each rank of this replica a part of a tensor, and return a fresh 1-D one with what each sent to this rank, end to end.
+
+        Each rank must send itself something: Paddle's tensors without elements have no memory, and backends look at it.
+
+        Args:
+            outgoing: 1-D, the parts for the ranks in their order.
+            numels: how many elements each rank (row) sends to each (column); int64, the same on all ranks.
+        """
+        incoming = paddle.empty([int(numels[:, self.rank].sum())], dtype=outgoing.dtype)
+        if self.alone:
+            paddle.assign(outgoing, incoming)
+        elif not self._is_gloo:
+            dist.alltoall_single(incoming, outgoing, numels[:, self.rank].tolist(), numels[self.rank].tolist(), group=self.group)
+        else:
+            self._broadcast_all(outgoing, numels, incoming)
+        return incoming
+
+    def _broadcast_all(self, outgoing: paddle.Tensor, numels: np.ndarray[Any, Any], incoming: paddle.Tensor) -> None:
+        """Do what :meth:`all_to_all` does where the backend, gloo, has none: everybody hears all, and keeps what is for it.
+
+        Sends and receives between pairs won't do: each takes the next number in its process's count of all operations of the group, so that
+        after an exchange in which ranks took part differently often, nobody finds anybody (measured in Paddle 3.3.1: time-outs).
+        """
+        assert self.group is not None
+        done = 0
+        for source, row in enumerate(numels):
+            whole = outgoing if source == self.rank else paddle.empty([int(row.sum())], dtype=outgoing.dtype)
+            dist.broadcast(whole, src=self.group.ranks[source], group=self.group)
+            start, numel = int(row[: self.rank].sum()), int(row[self.rank])
+            paddle.assign(whole._slice(start, start + numel), incoming._slice(done, done + numel))
+            done += numel
 
     def broadcast(self, tensor: paddle.Tensor, source: int = 0) -> None:
         """Overwrite ``tensor``, of any dtype, shape and strides, by that of the rank at place ``source`` among all."""

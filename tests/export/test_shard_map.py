@@ -102,6 +102,14 @@ def test_pictures(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[st
     buffers = [replace(found.buffers[0], name="0", copies=("0",)), replace(found.buffers[-1], name="2", copies=("2", "3"))]
     draw(replace(found, buffers=tuple(buffers)), tmp_path / "two.svg")
     assert all(said in (tmp_path / "two.svg").read_text() for said in (">layer 0<", ">layer 2 ... 3<"))
+    # A long name is two lines, and what has no room even so is cut off at the beginning.
+    long = ("model.layers.0.mlp.shared_expert.up_gate_proj", "model.layers.1.mlp.shared_expert.up_gate_proj")
+    buffers = [replace(found.buffers[0], copies=long), replace(found.buffers[-1], copies=("x" * 30 + "y" * 33,))]
+    draw(replace(found, buffers=tuple(buffers)), tmp_path / "two.svg")
+    text = (tmp_path / "two.svg").read_text()
+    assert all(
+        f">{said}<" in text for said in ("model.layers.0 ... 1.mlp.", "shared_expert.up_gate_proj", "\N{HORIZONTAL ELLIPSIS}" + "y" * 33)
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["map.png", "one.svg", "saved", "two.svg"]
     assert main(["plot", str(tmp_path / "saved"), "--out", str(tmp_path / "map.jpg")]) == 2
     assert "pictures are written as .png or .svg" in capsys.readouterr().err

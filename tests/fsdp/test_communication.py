@@ -48,3 +48,17 @@ def broadcast(dtype: str, kind: str) -> list[float]:
 def test_broadcast(ranks: Ranks, dtype: str, kind: str, right: list[float]) -> None:
     right = [min(value, 1) for value in right] if dtype == "bool" else right
     assert ranks(2).run(broadcast, dtype, kind) == [right, right]
+
+
+def all_to_all() -> list[int]:
+    communicator = Communicator(dist.get_group(0) if this_rank().world_size > 1 else None)
+    rank, world_size = communicator.rank, communicator.world_size
+    numels = np.array([[1 if i == j else (i + 2 * j) % 3 for j in range(world_size)] for i in range(world_size)])
+    outgoing = np.concatenate([np.full(numels[rank, j], 10 * rank + j) for j in range(world_size)])
+    return communicator.all_to_all(paddle.to_tensor(outgoing.astype(np.uint8)), numels).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_to_all(ranks: Ranks, world_size: int) -> None:
+    right = [[10 * i + j for i in range(world_size) for _ in range(1 if i == j else (i + 2 * j) % 3)] for j in range(world_size)]
+    assert ranks(world_size).run(all_to_all) == right
