@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from paddle.base.framework import EagerParamBase
 
 from ..errors import CheckpointError, ShardingError, listing
 from ..layout import ITEM_SIZES, build_flat_buffer
+from ..warn import warn_caller
 from .aliases import Joined, check_memory, collect_aliases, join_aliases, joined_pairs, other_tensors
 from .hooks import ModelHooks
 from .live_buffer import LiveBuffer
@@ -71,11 +71,10 @@ def shard_model(
 def _warn_of_aliases(parameters: Sequence[NamedParameter]) -> None:
     groups = [" = ".join(f"'{one}'" for one in named.names) for named in parameters if named.aliases]
     if groups:
-        warnings.warn(
+        warn_caller(
             f"fully_shard: different Parameter objects that are the same memory were made one parameter: {listing(groups)}. It has the "
             "settings and hooks of the first object, and is stepped once, with the sum of the gradients of all its uses (Paddle would step "
             "it once for each object: the same for SGD without weight decay and clipping, and another thing for the rest)",
-            stacklevel=4,
         )
 
 
