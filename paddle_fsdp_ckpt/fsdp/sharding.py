@@ -74,7 +74,7 @@ def _warn_of_aliases(parameters: Sequence[NamedParameter]) -> None:
         warn_caller(
             f"fully_shard: different Parameter objects that are the same memory were made one parameter: {listing(groups)}. It has the "
             "settings and hooks of the first object, and is stepped once, with the sum of the gradients of all its uses (Paddle would step "
-            "it once for each object: the same for SGD without weight decay and clipping, and another thing for the rest)",
+            "it once for each object: the same for SGD without weight decay and clipping, and another thing for the rest)"
         )
 
 

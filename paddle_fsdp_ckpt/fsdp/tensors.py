@@ -26,15 +26,7 @@ def dtype_names(tensors: Sequence[paddle.Tensor]) -> list[str]:
 
 def lie_on_host(tensors: Sequence[paddle.Tensor]) -> bool:
     """Tell whether the values of all tensors are in this host's memory, those of each one behind the other."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return False
-    # To ask each tensor takes several times as long as all else that is asked of it.
-    return _is_host_only() or all(tensor.place.is_cpu_place() for tensor in tensors)
-
-
-def _is_host_only() -> bool:
-    """Tell whether this Paddle knows no other memory than the host's."""
-    return not (paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu() or paddle.device.get_all_custom_device_type())
+    return all(tensor.place.is_cpu_place() and tensor.is_contiguous() for tensor in tensors)
 
 
 @lru_cache
