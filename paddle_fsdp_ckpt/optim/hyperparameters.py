@@ -75,9 +75,7 @@ def own_settings(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """
     found: list[tuple[Any, ...]] = []
     for place, parameter in enumerate(parameters):
-        said = parameter.__dict__
-        factor = (said.get("optimize_attr") or _NO_ATTRIBUTES).get("learning_rate", 1.0)
-        needs_clip, regularizer = said.get("need_clip", True), said.get("regularizer")
+        factor, needs_clip, regularizer = _own(parameter)
         if factor != 1.0 or needs_clip is not True or regularizer is not None:
             kind, coefficient = type(regularizer).__name__, getattr(regularizer, "_coeff", regularizer)
             found.append((place, _json(factor), bool(needs_clip), kind, coefficient))
@@ -87,16 +85,23 @@ def own_settings(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
 def _traits(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[int, bool]) -> tuple[object, ...]:
     """Return all by which the settings of one parameter can differ from those of another, in a form that is quick to make."""
     parameter = one.parameter
+    factor, needs_clip, regularizer = _own(parameter)
     return (
         id(group),
         id(parameter.dtype),  # there is one object for each, and Paddle takes long to compare them
-        repr((getattr(parameter, "optimize_attr", None) or {}).get("learning_rate", 1.0)),
-        bool(getattr(parameter, "need_clip", True)),
-        id(getattr(parameter, "regularizer", None)),
+        factor if type(factor) is float else repr(factor),
+        bool(needs_clip),
+        id(regularizer),
         decays.get(id(parameter), True),
         _is_held_itself(one),
         json.dumps(_lr_ratio(optimizer, one)) if getattr(optimizer, "_lr_ratio", None) is not None else None,
     )
+
+
+def _own(parameter: Any) -> tuple[Any, Any, Any]:
+    """Return what a parameter says for itself: learning rate factor, need_clip, and regularizer."""
+    said = parameter.__dict__
+    return (said.get("optimize_attr") or _NO_ATTRIBUTES).get("learning_rate", 1.0), said.get("need_clip", True), said.get("regularizer")
 
 
 def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[str]:
