@@ -12,7 +12,7 @@ import paddle
 from paddle import nn
 
 from .errors import CheckpointError, ShardingError, listing
-from .fsdp import ShardedParameter, check_names, dtype_name, named_buffers, named_parameters, paddle_runtime_of, runtime_of
+from .fsdp import ShardedParameter, check_names, dtype_name, dtype_names, named_buffers, named_parameters, paddle_runtime_of, runtime_of
 from .fsdp.units import NamedParameter
 from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
 from .several_models import combine_models
@@ -119,9 +119,10 @@ class Subjects:
         described: list[object] = [(one.cls, one.first_hyperparameters) for one in self.steppers]
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
+            dtypes = dtype_names([named.parameter for named in self.parameters])
             described += [
-                (named.names, named.parameter.shape if named.names[0] in self.whole_keys else [], dtype_name(named.parameter))
-                for named in self.parameters
+                (named.names, named.parameter.shape if named.names[0] in self.whole_keys else [], dtype)
+                for named, dtype in zip(self.parameters, dtypes, strict=True)
             ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in self.buffers]
         return hashlib.sha256(repr(described).encode()).hexdigest()
