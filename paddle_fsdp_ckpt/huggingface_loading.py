@@ -61,7 +61,7 @@ def load_huggingface(
         CheckpointError: whatever else is wrong. Where the message does not say otherwise, nothing was changed on any rank.
         RankFailedError: another rank raised one of these.
     """
-    rendezvous, token = open_meeting(model, ())
+    rendezvous, token = open_meeting("load_huggingface", model, ())
     planned: list[_Plan] = []
 
     def prepare() -> JsonValue:

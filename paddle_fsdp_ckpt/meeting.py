@@ -14,12 +14,14 @@ from .storage.agreement import COORDINATOR
 from .storage.format import JsonValue
 
 
-def open_meeting(model: object, optimizers: Sequence[object]) -> tuple[StoreRendezvous | OneRank, str]:
+def open_meeting(call: str, model: object, optimizers: Sequence[object]) -> tuple[StoreRendezvous | OneRank, str]:
     """Return where the ranks over which the objects are sharded meet, and a token for this meeting.
 
-    Whatever the objects are: what is wrong with them must be said at the meeting.
+    Whatever the objects are: what is wrong with them must be said at the meeting. ``call`` is the caller's name, by which ranks that wait
+    say for what.
     """
-    return open_rendezvous(ranks_of(model, optimizers))
+    rendezvous, token = open_rendezvous(ranks_of(model, optimizers))
+    return rendezvous, f"{token}/{call}"
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:

@@ -76,7 +76,7 @@ def save(
     Raises:
         CheckpointError: on all ranks, where any failed; ``path`` is as it was before.
     """
-    rendezvous, token = open_meeting(model, optimizer_list(optimizer))
+    rendezvous, token = open_meeting("save", model, optimizer_list(optimizer))
     prepared = prepare_save(
         path,
         rendezvous,

@@ -100,7 +100,7 @@ def load(
         Where the message does not say otherwise, nothing was changed on any rank.
     """
     optimizers = optimizer_list(optimizer)
-    rendezvous, token = open_meeting(model, optimizers)
+    rendezvous, token = open_meeting("load", model, optimizers)
     planned: list[tuple[Subjects, LoadPlan]] = []
     told: list[JsonValue] = []
     progress = long_progress("loading", rendezvous.rank)

@@ -22,7 +22,7 @@ class Meetings:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.store, self.token = open_meeting(None, ())
+        self.store, self.token = open_meeting("CheckpointManager", None, ())
         self.rendezvous: Rendezvous = Mailboxes(self.store, f"{self.token}/main")
         self._background: Rendezvous | None = None
         self._count = 0

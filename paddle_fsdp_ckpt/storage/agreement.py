@@ -233,7 +233,8 @@ class _Wait:
         missing = [rank for rank in range(first, self._rendezvous.world_size) if not self._is_there(rank)]
         if missing:
             _LOG.warning(
-                "rank %d has waited %g s for ranks %s (%s), and gives up after %g s; all ranks must make this call, see whether they do",
+                "rank %d has waited %g s for ranks %s (%s), and gives up after %g s; all ranks must make this call, without "
+                "`if rank == 0`: see whether they do",
                 COORDINATOR,
                 seconds,
                 listing(map(str, missing)),

@@ -146,7 +146,8 @@ def test_rank_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: 
     finally:
         logging.getLogger("paddle_fsdp_ckpt").removeHandler(handler)
     assert re.fullmatch(
-        r"rank 0 has waited 0\.05 s for ranks .*2, 3 \(t\), and gives up after 30 s; all ranks must make this call, see whether they do",
+        r"rank 0 has waited 0\.05 s for ranks .*2, 3 \(t\), and gives up after 30 s; all ranks must make this call, "
+        r"without `if rank == 0`: see whether they do",
         caplog.messages[0],
     )
 
