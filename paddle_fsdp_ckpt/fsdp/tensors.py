@@ -18,15 +18,20 @@ def dtype_name(tensor: paddle.Tensor) -> str:
 
 def dtype_names(tensors: Sequence[paddle.Tensor]) -> list[str]:
     """Return the same of each of many tensors."""
-    # Paddle has one object for each dtype, and takes long to compare them.
+    # Paddle has one object for each dtype, and takes long to compare others; list.count looks first whether they are the same.
     dtypes = [tensor.dtype for tensor in tensors]
+    if dtypes and dtypes.count(dtypes[0]) == len(dtypes):
+        return [_name_of(dtypes[0])] * len(dtypes)
     names = {number: _name_of(dtype) for number, dtype in {id(one): one for one in dtypes}.items()}
     return [names[id(one)] for one in dtypes]
 
 
 def lie_on_host(tensors: Sequence[paddle.Tensor]) -> bool:
     """Tell whether the values of all tensors are in this host's memory, those of each one behind the other."""
-    return all(tensor.place.is_cpu_place() and tensor.is_contiguous() for tensor in tensors)
+    # From its documentation: nothing where Paddle knows no device but the host. To ask each tensor takes longer than all else.
+    if paddle.device.get_available_device() and not all(tensor.place.is_cpu_place() for tensor in tensors):
+        return False
+    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 @lru_cache
