@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "save_comparison": ("errors", "host_memory", "meeting", "storage", "subjects", "warn"),
     "saving": (*_CHECKPOINT, "base_weights", "lora_layers", "save_comparison", "save_plan"),
     "loading": (*_CHECKPOINT, "base_weights", "lora_layers"),
-    "manager": (*_CHECKPOINT, "saving", "loading"),
+    "manager": (*_CHECKPOINT, "saving", "loading", "warn"),
     "export": (*_OFFLINE, "optimizer_states"),
     "huggingface_reading": ("errors", "export", "fsdp", "host_memory", "layout", "meeting", "storage"),
     "huggingface_loading": (*_CHECKPOINT, "export", "huggingface_reading"),

@@ -31,6 +31,11 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
         UnsafeCheckpointError: the index names files that are not plain names, or something is beyond all sizes.
         CheckpointError: the files lie in several directories, or have a dtype that Paddle lacks.
     """
+    if not directory.is_dir():
+        raise IncompleteCheckpointError(
+            f"there is no directory '{directory}'; check the path. Names of models on a hub are not fetched: download the model first, and "
+            "give the directory that it lies in"
+        )
     weight_map = _weight_map(directory)
     names = sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE_NAME]
     paths = [Path(os.path.realpath(directory / name)) for name in names]

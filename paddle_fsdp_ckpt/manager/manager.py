@@ -21,6 +21,7 @@ from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import MANIFEST_NAME, JsonValue
 from ..storage.writer import FileImage
 from ..subjects import Models
+from ..warn import warn_caller
 from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
 from .history import CheckpointEvent, tell
@@ -308,7 +309,8 @@ class CheckpointManager:
             step: another step than the newest.
             fall_back: where the newest one is damaged, take the one before it, and so on. Those that are damaged are removed once
                 the run has saved a step.
-            discard_later: with ``step``: that later steps may be removed once the run has saved one. Without, such a run can't save here.
+            discard_later: with ``step``: that later steps may be removed once the run has saved one. Without, such a run
+                can't save here, of which restore warns.
             random_state: whether to restore the random number generators.
             load_options: more arguments of ``load``, such as ``parts`` and ``key_map``.
 
@@ -346,6 +348,8 @@ class CheckpointManager:
             seconds = time.monotonic() - started
             event = CheckpointEvent("restore", report.step, seconds, seconds, steps=self.all_steps(), skipped=report.skipped)
             tell(event, self._where, self._on_event)
+            if text := self._steps.later():
+                warn_caller(text)
             for difference in [*report.load.differences, *report.differences]:
                 _LOG.warning("restored step %d: %s", report.step, difference)
         return report.step

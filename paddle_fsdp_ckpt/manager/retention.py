@@ -98,17 +98,20 @@ class KeepBest:
     Attributes:
         metric: its name in ``metrics``. A step without it, or where it is no number (NaN), is never among the best.
         count: at least 1.
-        mode: ``"min"`` where less is better, ``"max"`` where more is.
+        mode: ``"min"`` where less is better, ``"max"`` where more is. It must be given: with the wrong one the best steps are removed.
     """
 
     metric: str
     count: int = 1
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self, "count", self.count)
         if self.mode not in ("min", "max"):
-            raise CheckpointError(f"{self}: mode is 'min' or 'max'")
+            wrong = "does not say which values are best" if self.mode is None else f"mode is {self.mode!r:.100}"
+            raise CheckpointError(
+                f'KeepBest({self.metric!r:.100}): {wrong}; give mode="max" where more is better, or mode="min" where less is'
+            )
 
     def kept(self, steps: Sequence[SavedStep]) -> Iterable[int]:
         """Return the best ones."""

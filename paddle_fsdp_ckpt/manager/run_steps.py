@@ -67,6 +67,17 @@ class RunSteps:
         self._may_save = True
         self.last = step
 
+    def later(self) -> str | None:
+        """Return what a run that went back must be told before it trains: later steps than the restored one keep it from saving."""
+        later = [step for step in self.own() if self.last is not None and step > self.last]
+        if not later:
+            return None
+        return (
+            f"restore: '{self._where}' holds {names_of(later)}, later than the restored {step_name(self.last or 0)}: this run can't save "
+            f"any step up to {max(later)} there. To go on from here, restore(step=..., discard_later=True) lets its first save remove "
+            "them; or save to another root"
+        )
+
     def saved(self, step: int, root: Root) -> None:
         """Take over what the root holds after a save."""
         self.root = root

@@ -115,7 +115,7 @@ def read_manifest(path: Path) -> Manifest:
     if left_over is not None:
         raise IncompleteCheckpointError(_say_left_over(path, *left_over))
     if not path.is_dir():
-        raise IncompleteCheckpointError(f"'{path}' is a file, not a checkpoint directory" if path.exists() else _say_missing(path))
+        raise IncompleteCheckpointError(_say_file(path) if path.exists() else _say_missing(path))
     if not os.path.lexists(path / MANIFEST_NAME):
         raise IncompleteCheckpointError(_say_foreign(path))
     return _parse_manifest(path, check_seal=True)
@@ -292,6 +292,15 @@ def _say_missing(path: Path) -> str:
         if there := _checkpoints_in(path.parent):
             beside.append(f"'{path.parent}' holds {counted(len(there), 'checkpoint')}: {listing(there)}")
     return f"there is no checkpoint '{path}'; check the path" + "".join(f". {sentence}" for sentence in beside)
+
+
+def _say_file(path: Path) -> str:
+    way_out = {
+        ".pdparams": "paddle.load reads it; load_full_state_dict(model, ...) gives a sharded model what it returns, and "
+        "model.set_state_dict(...) a plain one",
+        ".pdopt": "paddle.load reads it, and set_state_dict(...) gives what it returns to an optimizer that is not bound",
+    }.get(path.suffix, "check the path")
+    return f"'{path}' is a file, not a checkpoint directory; {way_out}"
 
 
 def _say_foreign(path: Path) -> str:

@@ -127,7 +127,7 @@ class ReadProblems:
                 "either a file is damaged, or ranks saved different tensors under one name: give those distinct keys or offsets, or load "
                 "another checkpoint"
             )
-        return f"load it into the model and optimizer that it was saved from{either}; or only some of it, by parts"
+        return f'load it into the model and optimizer that it was saved from{either}; or only some of it, as parts={{"model"}} does'
 
 
 CASTABLE = "(cast=True converts it)"

@@ -10,6 +10,8 @@ from pathlib import Path
 from ..errors import CorruptCheckpointError
 
 _WAYS_OUT = {
+    errno.ENOENT: "check the path: something of it is missing, can't be made there, or was removed meanwhile",
+    errno.ENOTDIR: "check the path: a part of it that must be a directory is a file",
     errno.ENOSPC: "the disk is full: make room there, or save elsewhere",
     errno.EDQUOT: "the disk quota is used up: make room there, have it raised, or save elsewhere",
     errno.EFBIG: "files may not become that large there: raise the limit (ulimit -f), save elsewhere, or save from more ranks",

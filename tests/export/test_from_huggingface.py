@@ -140,6 +140,13 @@ def test_damaged_models(change: Callable[[Path], object], message: str, tmp_path
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_a_name_on_a_hub_is_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "Qwen3-0.6B"), "--to", "fc", str(tmp_path / "saved")]) == 2
+    error = capsys.readouterr().err
+    assert "there is no directory" in error and "Qwen3-0.6B" in error and "download the model first" in error
+    assert os.listdir(tmp_path) == []
+
+
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path / "model", published("qwen3"), config_of("qwen3"))
     command = ["convert", str(model), "--to", "fc", str(tmp_path / "saved")]

@@ -10,6 +10,7 @@ import random
 import runpy
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,18 @@ def go_back(root: str, step: int, later: int, *, discard_later: bool) -> tuple[l
         before = checkpoints.all_steps()
         checkpoints.save(later, model=model, optimizer=optimizer)
         return before, checkpoints.all_steps()
+
+
+def warned_of_going_back(root: str) -> list[list[str]]:
+    """Restore an earlier step, the same where later ones may go, and the newest; return what each warns of."""
+    model, optimizer = build(seed=5)
+    told = []
+    for options in ({"step": 1}, {"step": 1, "discard_later": True}, {}):
+        with CheckpointManager(root) as checkpoints, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoints.restore(model=model, optimizer=optimizer, **options)
+        told.append([str(one.message) for one in caught if "discard_later" in str(one.message)])
+    return told
 
 
 def fall_back_and_go_on(root: str, later: int) -> tuple[int | None, list[int]]:
@@ -296,7 +309,7 @@ def restore_and_draw(root: str) -> tuple[float, float, float]:
 def keep_best(root: str) -> tuple[str, list[int]]:
     """Save without the metric that decides, then with it, then where it wasn't measured."""
     model, optimizer = build()
-    with CheckpointManager(root, keep=[ckpt.KeepBest("loss")]) as checkpoints:
+    with CheckpointManager(root, keep=[ckpt.KeepBest("loss", mode="min")]) as checkpoints:
         try:
             checkpoints.save(1, model=model, optimizer=optimizer, metrics={"accuracy": 0.5})
         except ckpt.CheckpointError as error:

@@ -196,13 +196,18 @@ def test_steps_ascend(root: Path, ranks: Ranks) -> None:
 def test_going_back_discards_nothing_unasked(root: Path, ranks: Ranks) -> None:
     for error in errors_on(ranks(2), cases.go_back, str(root), 1, 2, discard_later=False):
         assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
+    told, quiet = on(ranks(2), cases.warned_of_going_back, str(root))
+    assert quiet == [[], [], []]
+    assert told[1:] == [[], []]
+    (text,) = told[0]
+    assert "step_00000002, step_00000003" in text and "discard_later=True" in text and "another root" in text
     assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
 
 
 def test_the_best_and_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
     from paddle_fsdp_ckpt import KeepBest, KeepEvery
 
-    results = on(ranks(2), cases.run, str(tmp_path / "root"), 0, 7, 1, max_to_keep=1, keep=[KeepBest("loss"), KeepEvery(3)])
+    results = on(ranks(2), cases.run, str(tmp_path / "root"), 0, 7, 1, max_to_keep=1, keep=[KeepBest("loss", mode="min"), KeepEvery(3)])
     for losses, steps in results:
         assert steps == sorted({3, 6, 7, 1 + int(np.argmin(losses))})
     assert sorted(path.name for path in (tmp_path / "root").glob("step_*")) == [f"step_{step:08d}" for step in results[0][1]]

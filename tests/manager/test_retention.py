@@ -101,8 +101,9 @@ def test_best(steps: list[SavedStep], count: int, mode: str) -> None:
     [
         (lambda: KeepLast(0), "KeepLast: count is 0, not a whole number from 1 on"),
         (lambda: KeepEvery(True), "KeepEvery: steps is True"),
-        (lambda: KeepBest("loss", 1.5), "KeepBest: count is 1.5"),
-        (lambda: KeepBest("loss", mode="least"), "mode is 'min' or 'max'"),
+        (lambda: KeepBest("loss", 1.5, "min"), "KeepBest: count is 1.5"),
+        (lambda: KeepBest("acc"), 'KeepBest\\(\'acc\'\\): .*give mode="max" where more is better, or mode="min"'),
+        (lambda: KeepBest("loss", mode="least"), "mode is 'least'; give mode="),
         (lambda: KeepNewestOfEach("week"), "period is one of 'hour', 'day'"),
         (lambda: KeepNewestOfEach("day", -1), "KeepNewestOfEach: count is -1"),
     ],

@@ -72,7 +72,7 @@ def test_metrics_that_nobody_could_have_given_are_none(tmp_path: Path, encoded: 
     (path / "manifest.json").write_text(Manifest(7, 1, utc_now(), {"paddle": "3.3.1"}, [], None, (record,)).to_json())
     (found,) = read_root(tmp_path, metrics=True).steps
     assert (found.step, list(found.metrics)) == (7, metrics)
-    assert steps_to_remove([KeepBest("loss")], [found, SavedStep(8)]) == ([] if metrics else [7])
+    assert steps_to_remove([KeepBest("loss", mode="min")], [found, SavedStep(8)]) == ([] if metrics else [7])
 
 
 def test_a_missing_root_is_empty_and_a_file_is_none(tmp_path: Path) -> None:

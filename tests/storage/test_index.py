@@ -77,6 +77,15 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], o
             read(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("name", "way_out"), [("x.pdparams", r"load_full_state_dict\(model"), ("x.pdopt", "an optimizer that is not bound")]
+)
+def test_files_of_paddle_save_have_a_way_out(tmp_path: Path, name: str, way_out: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(IncompleteCheckpointError, match=f"{name}' is a file, not a checkpoint directory; paddle.load reads it.*{way_out}"):
+        read_manifest(tmp_path / name)
+
+
 def test_what_lies_beside_a_wrong_path_is_named(checkpoint: Path) -> None:
     with pytest.raises(IncompleteCheckpointError, match=f"/s'; check the path. '.*' holds 1 checkpoint: {checkpoint.name}$"):
         read_index(checkpoint.with_name("s"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage import index
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import UNCHANGED, execute_read
+from paddle_fsdp_ckpt.storage.system_errors import describe_error
 from paddle_fsdp_ckpt.storage.verify import verify
 
 
@@ -76,3 +78,14 @@ def test_errors_of_the_medium_are_damage(where: str, name: str, tmp_path: Path, 
                 read_values(path)
     read_values(path)
     assert verify(path).is_good
+
+
+@pytest.mark.parametrize(
+    ("parent", "message"),
+    [("/proc/none", "FileNotFoundError.*check the path: .*can't be made there"), ("file", "NotADirectoryError.*is a file")],
+)
+def test_a_wrong_path_has_a_way_out(parent: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises((FileNotFoundError, NotADirectoryError)) as caught:
+        (tmp_path / parent / "step").mkdir(parents=True)
+    assert re.search(message, describe_error(caught.value))
