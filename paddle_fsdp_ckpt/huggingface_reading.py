@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .export.local_values import LocalValues, Target
 from .export.row_blocks import Block, blocks_of, in_rounds
 from .export.values import Array
-from .fsdp import Communicator
+from .fsdp import AllToAllRoom, Communicator
 from .host_memory import bytes_of, destinations
 from .layout import Range
 from .meeting import digest_of
@@ -52,6 +52,7 @@ class Reading:
         self._own = [block for block in blocks if not block.is_shared and block.reader == communicator.rank]
         self._rounds = in_rounds(block for block in blocks if block.is_shared)
         self._outgoing: paddle.Tensor | None = None
+        self._room: AllToAllRoom | None = None
         self._strips: list[_Strip] = []
 
     @property
@@ -88,9 +89,10 @@ class Reading:
     def _read_round(self, blocks: Sequence[Block]) -> None:
         """Read this rank's blocks of a round; keep what it needs of them, and pack the rest for those who do."""
         rank = self._communicator.rank
-        numels = _numels(blocks, self._communicator.world_size)[rank]
-        positions = np.cumsum(numels) - numels
-        self._outgoing = paddle.empty([int(numels.sum())], dtype="uint8")
+        numels = _numels(blocks, self._communicator.world_size)
+        positions = np.cumsum(numels[rank]) - numels[rank]
+        self._outgoing = paddle.empty([int(numels[rank].sum())], dtype="uint8")
+        self._room = self._communicator.room_for(numels, "uint8")
         with destinations([self._outgoing]) as (packed,):
             for block in blocks:
                 if block.reader != rank:
@@ -110,8 +112,9 @@ class Reading:
         rank = self._communicator.rank
         numels = _numels(blocks, self._communicator.world_size)
         assert self._outgoing is not None
-        incoming = self._communicator.all_to_all(self._outgoing, numels)
-        self._outgoing = None
+        assert self._room is not None
+        incoming = self._communicator.all_to_all(self._outgoing, numels, self._room)
+        self._outgoing = self._room = None
         received = bytes_of(incoming)
         positions = np.cumsum(numels[:, rank]) - numels[:, rank]
         strips, self._strips = self._strips, []

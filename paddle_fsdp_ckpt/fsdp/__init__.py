@@ -1,7 +1,7 @@
 """Our runtime: how a model's parameters become flat buffers, cut over the ranks, and stay trainable; and a reader of Paddle's own."""
 
 from .aliases import Joined, joined_to
-from .communication import Communicator
+from .communication import AllToAllRoom, Communicator
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .paddle_runtime import PaddleRuntime, paddle_group, paddle_runtime, paddle_runtime_of
@@ -16,6 +16,7 @@ from .unit import Unit
 from .units import check_names, named_buffers, named_parameters, walk
 
 __all__ = [
+    "AllToAllRoom",
     "Communicator",
     "GradientReduction",
     "Joined",

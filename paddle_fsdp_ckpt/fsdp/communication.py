@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -31,6 +31,18 @@ class StartedCollective:
         if self._task is not None:
             self._task.wait()
         return self._result()
+
+
+class AllToAllRoom(NamedTuple):
+    """Memory for :meth:`Communicator.all_to_all`.
+
+    Attributes:
+        incoming: for what this rank gets; 1-D.
+        heard: for all that one other rank sends; None where the backend sends each rank its own alone.
+    """
+
+    incoming: paddle.Tensor
+    heard: paddle.Tensor | None
 
 
 class Communicator:
@@ -145,7 +157,18 @@ class Communicator:
 
         return StartedCollective(None if sync_op else task, result, whole)
 
-    def all_to_all(self, outgoing: paddle.Tensor, numels: np.ndarray[Any, Any]) -> paddle.Tensor:
+    def room_for(self, numels: np.ndarray[Any, Any], dtype: str) -> AllToAllRoom:
+        """Return the memory that :meth:`all_to_all` needs: a rank that has none must say so before others wait for it there.
+
+        Args:
+            numels: as for :meth:`all_to_all`.
+            dtype: of what is sent.
+        """
+        others = [int(row.sum()) for source, row in enumerate(numels) if source != self.rank] if self._is_gloo else []
+        heard = paddle.empty([max(others)], dtype=dtype) if others else None
+        return AllToAllRoom(paddle.empty([int(numels[:, self.rank].sum())], dtype=dtype), heard)
+
+    def all_to_all(self, outgoing: paddle.Tensor, numels: np.ndarray[Any, Any], room: AllToAllRoom) -> paddle.Tensor:
         """Send each rank of this replica a part of a tensor, and return a fresh 1-D one with what each sent to this rank, end to end.
 
         Each rank must send itself something: Paddle's tensors without elements have no memory, and backends look at it.
@@ -153,29 +176,30 @@ class Communicator:
         Args:
             outgoing: 1-D, the parts for the ranks in their order.
             numels: how many elements each rank (row) sends to each (column); int64, the same on all ranks.
+            room: what :meth:`room_for` returned for these.
         """
-        incoming = paddle.empty([int(numels[:, self.rank].sum())], dtype=outgoing.dtype)
         if self.alone:
-            paddle.assign(outgoing, incoming)
+            paddle.assign(outgoing, room.incoming)
         elif not self._is_gloo:
-            dist.alltoall_single(incoming, outgoing, numels[:, self.rank].tolist(), numels[self.rank].tolist(), group=self.group)
+            dist.alltoall_single(room.incoming, outgoing, numels[:, self.rank].tolist(), numels[self.rank].tolist(), group=self.group)
         else:
-            self._broadcast_all(outgoing, numels, incoming)
-        return incoming
+            self._broadcast_all(outgoing, numels, room)
+        return room.incoming
 
-    def _broadcast_all(self, outgoing: paddle.Tensor, numels: np.ndarray[Any, Any], incoming: paddle.Tensor) -> None:
+    def _broadcast_all(self, outgoing: paddle.Tensor, numels: np.ndarray[Any, Any], room: AllToAllRoom) -> None:
         """Do what :meth:`all_to_all` does where the backend, gloo, has none: everybody hears all, and keeps what is for it.
 
         Sends and receives between pairs won't do: each takes the next number in its process's count of all operations of the group, so that
         after an exchange in which ranks took part differently often, nobody finds anybody (measured in Paddle 3.3.1: time-outs).
         """
         assert self.group is not None
+        assert room.heard is not None
         done = 0
         for source, row in enumerate(numels):
-            whole = outgoing if source == self.rank else paddle.empty([int(row.sum())], dtype=outgoing.dtype)
+            whole = outgoing if source == self.rank else room.heard._slice(0, int(row.sum()))
             dist.broadcast(whole, src=self.group.ranks[source], group=self.group)
             start, numel = int(row[: self.rank].sum()), int(row[self.rank])
-            paddle.assign(whole._slice(start, start + numel), incoming._slice(done, done + numel))
+            paddle.assign(whole._slice(start, start + numel), room.incoming._slice(done, done + numel))
             done += numel
 
     def broadcast(self, tensor: paddle.Tensor, source: int = 0) -> None:

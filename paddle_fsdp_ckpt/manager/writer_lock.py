@@ -8,6 +8,7 @@ keeps two runs apart. The file names the process that holds the lock, and is rem
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -17,9 +18,10 @@ import time
 import weakref
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listing
 from ..storage.commit import heal_target, make_parents
 from ..storage.read_lock import try_to_lock
+from ..storage.system_errors import describe_error
 from .steps import WRITER_LOCK_NAME, step_name, steps_aside
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
@@ -91,12 +93,15 @@ class WriterLock:
             make_parents(self._path)
             descriptor, is_ours = _open(self._path)
             try:
-                if not try_to_lock(descriptor, fcntl.LOCK_EX):
+                # What is open for reading only some network file systems lock as shared only, and say of more what they say without locks.
+                kinds = (fcntl.LOCK_EX,) if is_ours else (fcntl.LOCK_SH, fcntl.LOCK_EX)
+                if not all(try_to_lock(descriptor, kind) for kind in kinds):
                     os.close(descriptor)
                     return False
-                if is_ours and _is_at(self._path, descriptor):
+                is_there = _is_at(self._path, descriptor)
+                if is_ours and is_there:
                     break
-                if not is_ours:
+                if is_there:
                     os.unlink(self._path)  # another user's, who was killed: it could not say who holds it now
             except BaseException:
                 os.close(descriptor)
@@ -129,16 +134,22 @@ def heal_root(lock: WriterLock, root: Path) -> None:
     """Give steps their names back that killed saves renamed aside; not those that another one, which holds the lock, may be replacing.
 
     Raises:
-        OSError: the system refused.
+        CheckpointError: the system refused.
     """
     aside = steps_aside(root)
     was_held = lock.is_held
-    if aside and (was_held or lock.try_to_hold()):
-        for step in aside:
-            if heal_target(root / step_name(step)):
-                _LOG.warning("'%s' was renamed back: a save that was to replace it was killed", root / step_name(step))
-        if not was_held:
-            lock.release()
+    try:
+        if aside and (was_held or lock.try_to_hold()):
+            for step in aside:
+                if heal_target(root / step_name(step)):
+                    _LOG.warning("'%s' was renamed back: a save that was to replace it was killed", root / step_name(step))
+            if not was_held:
+                lock.release()
+    except OSError as error:
+        raise CheckpointError(
+            f"'{root}': {listing(map(step_name, aside))} can't be given back the name that a save, which was to replace it and was killed, "
+            f"took away: {describe_error(error)}. Let a user who may write there make a CheckpointManager of this root, which does so"
+        ) from error
 
 
 class _Forgetting:
@@ -157,10 +168,17 @@ def _open(path: Path) -> tuple[int, bool]:
     """Open the file, which is made where it is missing; tell whether it can be written."""
     # A named pipe would wait for ever without O_NONBLOCK.
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | flags), False
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY | flags), False
+        # Another user has just removed it, or this one can't make it.
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666), True
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

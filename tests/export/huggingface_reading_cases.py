@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
 from harness import hybrid_groups, this_rank
 from made_models import build
@@ -42,9 +43,9 @@ def small_rounds(block_nbytes: int, round_nbytes: int) -> Iterator[list[int]]:
     kept = row_blocks.BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all
     sent: list[int] = []
 
-    def noting(self: Communicator, outgoing: Any, numels: Any) -> Any:
+    def noting(self: Communicator, outgoing: Any, *others: Any) -> Any:
         sent.append(int(outgoing.shape[0]))
-        return kept[2](self, outgoing, numels)
+        return kept[2](self, outgoing, *others)
 
     row_blocks.BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all = block_nbytes, round_nbytes, noting
     try:
@@ -112,6 +113,29 @@ def fail_on_one(path: str, shapes: Mapping[str, tuple[int, ...]], recipe: str, n
     ends = this_rank().rank == 1
     with small_rounds(512, 2048), reads(lambda count, nbytes: 0 if ends and count >= number else nbytes):
         return what_it_raises(path, model, recipe)
+
+
+def without_memory(path: str, shapes: Mapping[str, tuple[int, ...]], recipe: str) -> list[str]:
+    """Return what loads raised in which rank 1 got no memory for its first tensor, its second, and so on."""
+    kept = paddle.empty
+    raised = []
+    for number in range(4):
+        model = made(shapes)
+        ckpt.fully_shard(model, optimizer=None)
+        left = iter([True] * number)
+
+        def empty(*args: Any, left: Iterator[bool] = left, **options: Any) -> paddle.Tensor:
+            if this_rank().rank == 1 and not next(left, False):
+                raise MemoryError("nothing left")
+            return kept(*args, **options)
+
+        paddle.empty = empty
+        try:
+            with small_rounds(512, 2048):
+                raised.append(what_it_raises(path, model, recipe)[1])
+        finally:
+            paddle.empty = kept
+    return raised
 
 
 def overflow(path: str, shapes: Mapping[str, tuple[int, ...]], recipe: str) -> tuple[str, str]:

@@ -104,6 +104,15 @@ def test_a_file_that_ends_for_one_rank(number: int, key: str | None, recipe: str
     assert "rank 1 failed" in results[0][1]
 
 
+def test_a_rank_without_memory_keeps_nobody_waiting(recipe: str, tmp_path: Path, ranks: Ranks) -> None:
+    path = write(tmp_path / "model", {"t": random(53, 37)})
+    for raised in ranks(2).run(cases.without_memory, path, {"turned": (37, 53)}, recipe):
+        assert len(raised) == 4
+        for one in raised:
+            assert "rank 1 failed: MemoryError: nothing left" in one
+            assert "TIMEOUT" not in one and "no verdict" not in one
+
+
 def test_a_value_that_is_too_large_on_one_rank(recipe: str, tmp_path: Path, ranks: Ranks) -> None:
     turned = random(37, 53)
     turned[-1, 7], turned[-1, 20] = 1e6, np.inf

@@ -55,7 +55,8 @@ def all_to_all() -> list[int]:
     rank, world_size = communicator.rank, communicator.world_size
     numels = np.array([[1 if i == j else (i + 2 * j) % 3 for j in range(world_size)] for i in range(world_size)])
     outgoing = np.concatenate([np.full(numels[rank, j], 10 * rank + j) for j in range(world_size)])
-    return communicator.all_to_all(paddle.to_tensor(outgoing.astype(np.uint8)), numels).tolist()
+    room = communicator.room_for(numels, "uint8")
+    return communicator.all_to_all(paddle.to_tensor(outgoing.astype(np.uint8)), numels, room).tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

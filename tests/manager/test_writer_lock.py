@@ -19,8 +19,10 @@ import writer_cases
 from harness import RankPool
 
 from paddle_fsdp_ckpt.errors import CheckpointError
-from paddle_fsdp_ckpt.manager.steps import WRITER_LOCK_NAME, read_root
-from paddle_fsdp_ckpt.manager.writer_lock import WriterLock
+from paddle_fsdp_ckpt.manager import writer_lock
+from paddle_fsdp_ckpt.manager.steps import WRITER_LOCK_NAME, read_root, step_name
+from paddle_fsdp_ckpt.manager.writer_lock import WriterLock, heal_root
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, replaced_name
 
 Ranks = Callable[[int], RankPool]
 
@@ -125,3 +127,75 @@ def test_where_there_are_no_locks_nobody_is_kept_off(tmp_path: Path, monkeypatch
     for lock in (first, second):
         lock.release()
     assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def another_user(*, may_make: bool = True) -> Iterator[None]:
+    """Be a user who may not write to files that are there."""
+    kept = os.open
+
+    def refusing(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_RDWR and not (may_make and flags & os.O_EXCL):
+            raise PermissionError(errno.EACCES, "not yours", str(path))
+        return kept(path, flags, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        yield
+
+
+def test_a_lock_that_another_user_left(tmp_path: Path) -> None:
+    path = tmp_path / WRITER_LOCK_NAME
+    for is_there in (False, True):  # it may also go between two looks
+        if is_there:
+            path.touch()
+        with another_user():
+            lock = WriterLock(tmp_path)
+            assert lock.hold(0.0)
+        assert not WriterLock(tmp_path).try_to_hold()
+        lock.release()
+
+
+def test_of_two_users_who_find_a_lock_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, first, locks = tmp_path / WRITER_LOCK_NAME, WriterLock(tmp_path), writer_lock.try_to_lock
+    path.touch()
+
+    def first_is_quicker(descriptor: int, kind: int) -> bool:
+        monkeypatch.setattr(writer_lock, "try_to_lock", locks)
+        path.unlink()
+        assert first.hold(0.0)
+        return locks(descriptor, kind)
+
+    monkeypatch.setattr(writer_lock, "try_to_lock", first_is_quicker)
+    with another_user():
+        assert not WriterLock(tmp_path).try_to_hold()
+    assert not first.hold(0.0), "it is held still"
+    first.release()
+
+
+def test_where_an_exclusive_lock_needs_a_file_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, see flock(2)."""
+    locks = fcntl.flock
+
+    def as_on_nfs(descriptor: int, kind: int) -> None:
+        if kind & fcntl.LOCK_EX and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "not open for writing")
+        locks(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    first = WriterLock(tmp_path)
+    assert first.hold(0.0)
+    with another_user():
+        assert not WriterLock(tmp_path).try_to_hold()
+    assert not first.hold(0.0), "it is held still"
+    first.release()
+
+
+def test_who_may_not_write_hears_what_a_killed_save_left(tmp_path: Path) -> None:
+    aside = tmp_path / replaced_name(step_name(2), "ab" * 8)
+    aside.mkdir()
+    (aside / MANIFEST_NAME).touch()
+    with another_user(may_make=False), pytest.raises(CheckpointError, match="step_00000002 can't be given back .* not yours"):
+        heal_root(WriterLock(tmp_path), tmp_path)
+    heal_root(WriterLock(tmp_path), tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == [step_name(2)]
