@@ -179,8 +179,8 @@ def _check_described(
     if texts and recipe is COPY:
         raise MismatchError(
             f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
-            f"Give this model's own configuration, and the recipe that makes what it says (--recipe {family.name} for PaddleFormers' names, or "
-            "one that you write, --recipe FILE); or leave --config out"
+            f"Give this model's configuration, and the recipe that makes what that says (--recipe {family.name} for PaddleFormers' names, "
+            "or one that you write, --recipe FILE); or leave --config out"
         )
     if texts:
         raise MismatchError(
