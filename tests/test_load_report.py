@@ -18,8 +18,8 @@ def test_an_exact_load() -> None:
     assert report.is_exact
     assert str(report).splitlines() == [
         "loaded 'step_7', step 7, saved by 4 ranks: model, optimizer",
-        "- 1 parameters without a gradient so far, and without state: frozen",
-        "- 1 options not needed: allow_missing='x'",
+        "- 1 parameter without a gradient so far, and without state: frozen",
+        "- 1 option not needed: allow_missing='x'",
         "- everything in it, as it was saved",
     ]
 
@@ -28,14 +28,14 @@ def test_an_exact_load() -> None:
     ("what", "line"),
     [
         ({"missing": ["a", "b"]}, "2 keys missing, left as they were: a, b"),
-        ({"started_afresh": ["a"]}, "1 parameters whose states start afresh: a"),
+        ({"started_afresh": ["a"]}, "1 parameter whose states start afresh: a"),
         ({"unexpected": list("abcdefgh")}, "8 keys of the checkpoint left out: a, b, c, d, e, ... (3 more)"),
-        ({"not_asked_for": ["a"]}, "1 keys of the checkpoint not asked for: a"),
-        ({"casts": [CAST]}, "1 keys converted: 'a': float32 -> bfloat16 (rounded)"),
+        ({"not_asked_for": ["a"]}, "1 key of the checkpoint not asked for: a"),
+        ({"casts": [CAST]}, "1 key converted: 'a': float32 -> bfloat16 (rounded)"),
         ({"casts": [CAST._replace(source="a.w_0", now="float32", may_have_rounded=False)]}, "'a': float32 of 'a.w_0' -> float32"),
-        ({"mapped": {"a": "b"}}, "1 names that differ in the checkpoint: 'a' is 'b' there"),
+        ({"mapped": {"a": "b"}}, "1 name that differs in the checkpoint: 'a' is 'b' there"),
         ({"copied_tied": ["a = b"]}, "1 tied on one side only, and copied: a = b"),
-        ({"differences": ["other rate"]}, "1 settings differ: other rate"),
+        ({"differences": ["other rate"]}, "1 setting differs: other rate"),
     ],
 )
 def test_what_differs_is_said(what: dict[str, Any], line: str) -> None:

@@ -90,7 +90,7 @@ def _of_a_checkpoint(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Report:
-    return export_huggingface(
+    report = export_huggingface(
         arguments.directory,
         arguments.out,
         **_of_a_checkpoint(arguments),
@@ -102,6 +102,9 @@ def _to_huggingface(arguments: argparse.Namespace, progress: ProgressLine) -> Re
         workers=arguments.workers or 1,
         progress=progress,
     )
+    if report.unchecked is not None:
+        print(f"paddle-fsdp-ckpt: {report.unchecked}", file=sys.stderr)
+    return report
 
 
 def _to_checkpoint(arguments: argparse.Namespace, progress: ProgressLine) -> Report:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Literal
 
 from ..export.text import BlockReport
 from .command import Report
+
+_NARROW = 16
+"""What a column of text may be cut down to."""
+_BETWEEN = 3
+"""What a column takes beside its text: blanks around it, and one for the box."""
 
 
 def show(report: Report, *, as_json: bool) -> None:
@@ -31,9 +37,18 @@ def _show_richly(report: BlockReport) -> bool:
         if isinstance(block, str):
             console.print(Text(block), soft_wrap=True)
             continue
+        # Narrow columns, and numbers, stay on one line; where not even these fit, a row has two lines.
+        widths = [max(map(len, column)) for column in zip(block.titles, *block.rows, strict=True)]
+        least = [width if number in block.right else min(width, _NARROW) for number, width in enumerate(widths)]
+        if sum(least) + _BETWEEN * len(least) > console.width:
+            for line in block.narrow_lines():
+                console.print(Text(line), soft_wrap=True)
+            continue
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for number, title in enumerate(block.titles):
-            table.add_column(Text(title), justify="right" if number in block.right else "left", overflow="fold")
+            justify: Literal["left", "right"] = "right" if number in block.right else "left"
+            is_whole = least[number] == widths[number]
+            table.add_column(Text(title), justify=justify, overflow="fold", no_wrap=is_whole, min_width=least[number])
         for row in block.rows:
             table.add_row(*map(Text, row))
         console.print(table)

@@ -123,9 +123,14 @@ class Difference(BlockReport):
                 if len(several) > _SHOWN:
                     yield f"... and {len(several) - _SHOWN} more"
         of_model = [one for one in self.values if one.kind == MODEL]
-        yield from _value_blocks(of_model, f"{self.compared_model:,} {MODEL}")
-        if self.compared > self.compared_model:
-            yield from _value_blocks(self.values[len(of_model) :], counted(self.compared - self.compared_model, "other key"))
+        others = self.compared - self.compared_model
+        if self.compared_model:
+            yield from _value_blocks(of_model, f"{self.compared_model:,} {MODEL}")
+        if others:
+            yield from _value_blocks(self.values[len(of_model) :], counted(others, "other key" if self.compared_model else "key"))
+        if not self.compared:
+            yield ""
+            yield "no values were compared: no key is in both with one shape"
         yield from self._notes()
 
     def _notes(self) -> Iterator[str]:

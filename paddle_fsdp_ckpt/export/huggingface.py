@@ -48,6 +48,7 @@ class ExportReport:
         notes: what the caller should know, in sentences.
         optimizer_tensors: how many tensors with states.
         optimizer_nbytes: of their values.
+        unchecked: what could not be checked, in a sentence; the command line says it on standard error.
     """
 
     source: Path
@@ -60,6 +61,7 @@ class ExportReport:
     notes: tuple[str, ...]
     optimizer_tensors: int = 0
     optimizer_nbytes: int = 0
+    unchecked: str | None = None
 
     def to_json(self) -> JsonValue:
         """Return the report as plain JSON data."""
@@ -177,6 +179,7 @@ def export_huggingface(
         notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config), *(() if states is None else states.notes)),
         optimizer_tensors=0 if states is None else len(states.sources),
         optimizer_nbytes=states_nbytes,
+        unchecked=model.unchecked,
     )
 
 

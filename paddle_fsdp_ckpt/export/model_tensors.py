@@ -13,7 +13,7 @@ from ..storage.index import CheckpointIndex
 from .config import TIED, ModelConfig
 from .contents import Contents
 from .planning.architecture import planned_units
-from .recipes import RECIPES
+from .recipes import COPY, RECIPES
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
 from .values import whole_piece
 
@@ -28,11 +28,13 @@ class ModelTensors:
         sources: one a tensor, each name once, in the order of the checkpoint.
         tied: name of a tensor that is left out -> the one that it is.
         notes: what the user should know, in sentences.
+        unchecked: what could not be checked, in a sentence.
     """
 
     sources: tuple[TensorSource, ...]
     tied: dict[str, str]
     notes: tuple[str, ...]
+    unchecked: str | None = None
 
 
 def model_tensors(
@@ -74,12 +76,12 @@ def model_tensors(
             _check_untied(index, key, sources_of[key], sources_of.get(rule.tied_to, ()), config)
     sources = [source for key in contents.model for source in sources_of.get(key, ())]
     _check_names(sources)
-    _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied)
+    unchecked = _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters]
         notes += [f"{counted(len(bare), 'tensor has', 'tensors have')} no master weight, taken as stored: {listing(bare)}"] if bare else []
-    return ModelTensors(tuple(sources), tied, tuple(notes))
+    return ModelTensors(tuple(sources), tied, tuple(notes), unchecked)
 
 
 def _whole(index: CheckpointIndex, contents: Contents, key: str, master_weights: bool) -> Piece:
@@ -140,33 +142,59 @@ def _check_layers(found: Iterable[dict[str, str]], config: ModelConfig | None) -
 
 
 def _check_described(
-    index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None, found: Mapping[str, tuple[int, ...]], tied: Collection[str]
-) -> None:
-    """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough."""
-    if config is None or recipe is not RECIPES.get(str(config.model_type)):
-        return
+    index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None, found: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+) -> str | None:
+    """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough.
+
+    Returns:
+        What could not be checked of tensors that are copied as they are; None where there is nothing to say.
+    """
+    if config is None:
+        return None
+    family = RECIPES.get(str(config.model_type))
+    if recipe is COPY and family is None:
+        return (
+            f"'{config.path}' has model_type {config.model_type!r:.100}, which no recipe knows; whether the tensors, copied as they are, "
+            "fit it was not checked"
+        )
+    if family is None or recipe not in (COPY, family):
+        return None
     try:
         planned = [one for unit in planned_units(config, "float32") for one in unit.parameters]
-    except CheckpointError:  # a field is missing, whose default is the reader's
-        return
+    except CheckpointError as error:  # a field is missing, whose default is the reader's
+        return f"whether the tensors, copied as they are, fit their configuration was not checked: {error}" if recipe is COPY else None
     pieces = {one.names[0]: Piece(one.names[0], one.dtype, one.shape, (0,) * len(one.shape), one.shape) for one in planned}
     described = {
         source.name: source.shape
-        for name, (rule, values) in recipe.rules_of(pieces).items()
+        for name, (rule, values) in family.rules_of(pieces).items()
         for source in apply_rule(rule, values, pieces[name], config)
     }
-    known = {*tied, *_heads(recipe)}  # of which it was said before what is wrong
+    known = _tied_to_heads(family, config, tied) if recipe is COPY else {*tied, *_heads(recipe)}  # of which it was said what is wrong
     lacking = [name for name in described if name not in found and name not in known]
     beyond = [name for name in found if name not in described and name not in known]
     others = [f"'{name}' {list(found[name])} for {list(shape)}" for name, shape in described.items() if found.get(name, shape) != shape]
     texts = [f"lacks {listing(lacking)}"] if lacking else []
     texts += [f"has besides {listing(beyond)}"] if beyond else []
     texts += [f"has other shapes: {listing(others)}"] if others else []
+    if texts and recipe is COPY:
+        raise MismatchError(
+            f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
+            f"Give this model's configuration, and the recipe that makes what that says (--recipe {family.name} for PaddleFormers' names, "
+            "or one that you write, --recipe FILE); or leave --config out"
+        )
     if texts:
         raise MismatchError(
             f"'{config.path}' describes another model than '{index.path}' holds, which {'; '.join(texts)}; give the configuration of this "
             "model"
         )
+    return None
+
+
+def _tied_to_heads(family: Recipe, config: ModelConfig, tied: Mapping[str, str]) -> set[str]:
+    """Return the names of tied tensors of which a reader of the configuration knows that they are one."""
+    heads = {rule.targets[0] for rule in family.rules if rule.tied_to is not None}
+    is_said = config.get(TIED) is True
+    return {name for pair in tied.items() if is_said and heads.intersection(pair) for name in pair}
 
 
 def _heads(recipe: Recipe) -> list[str]:

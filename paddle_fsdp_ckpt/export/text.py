@@ -61,6 +61,12 @@ class Table:
             lines.append("  ".join(cells).rstrip())
         return lines
 
+    def narrow_lines(self) -> list[str]:
+        """Return it as plain text of two lines a row: the first cell, and the others below it."""
+        others = Table(self.titles[1:], [row[1:] for row in self.rows], [number - 1 for number in self.right if number])
+        pairs = zip((self.titles, *self.rows), others.lines(), strict=True)
+        return [line for row, other in pairs for line in (row[0], f"  {other}")]
+
 
 Block: TypeAlias = "str | Table"
 """A line of text, or a table."""

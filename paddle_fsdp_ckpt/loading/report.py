@@ -130,26 +130,39 @@ class LoadReport:
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts)}"]
-        lines += [f"{len(items)} {what}: {_first(items)}" for what, items in self._deviations() if items]
+        lines += [f"{counted(len(items), *what)}: {_first(items)}" for what, items in self._deviations() if items]
         if self.is_exact:
             lines.append("everything in it, as it was saved")
         return "\n- ".join(lines)
 
-    def _deviations(self) -> list[tuple[str, list[str]]]:
+    def _deviations(self) -> list[tuple[tuple[str, str], list[str]]]:
+        """Return what one of them is called, and several are; and all of them."""
         return [
-            ("keys missing, left as they were", self.missing),
-            ("parameters whose states start afresh", self.started_afresh),
-            ("keys of the checkpoint left out", self.unexpected),
-            ("keys of the checkpoint not asked for", self.not_asked_for),
-            ("keys converted", [str(one) for one in self.casts]),
-            ("names that differ in the checkpoint", [f"'{name}' is '{other}' there" for name, other in self.mapped.items()]),
-            ("tied on one side only, and copied", self.copied_tied),
-            ("damaged, and not loaded", [f"'{name}': {why}" for name, why in self.damaged.items()]),
-            ("parameters of another base than the one that it was saved with", self.other_base),
-            ("settings differ", self.differences),
-            ("parameters without a gradient so far, and without state", self.without_state),
-            ("parameters left to the base, unchanged", self.base),
-            ("options not needed", self.unused_options),
+            (("key missing, left as it was", "keys missing, left as they were"), self.missing),
+            (("parameter whose states start afresh", "parameters whose states start afresh"), self.started_afresh),
+            (("key of the checkpoint left out", "keys of the checkpoint left out"), self.unexpected),
+            (("key of the checkpoint not asked for", "keys of the checkpoint not asked for"), self.not_asked_for),
+            (("key converted", "keys converted"), [str(one) for one in self.casts]),
+            (
+                ("name that differs in the checkpoint", "names that differ in the checkpoint"),
+                [f"'{name}' is '{other}' there" for name, other in self.mapped.items()],
+            ),
+            (("tied on one side only, and copied", "tied on one side only, and copied"), self.copied_tied),
+            (("damaged, and not loaded", "damaged, and not loaded"), [f"'{name}': {why}" for name, why in self.damaged.items()]),
+            (
+                (
+                    "parameter of another base than the one that it was saved with",
+                    "parameters of another base than the one that it was saved with",
+                ),
+                self.other_base,
+            ),
+            (("setting differs", "settings differ"), self.differences),
+            (
+                ("parameter without a gradient so far, and without state", "parameters without a gradient so far, and without state"),
+                self.without_state,
+            ),
+            (("parameter left to the base, unchanged", "parameters left to the base, unchanged"), self.base),
+            (("option not needed", "options not needed"), self.unused_options),
         ]
 
 

@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +22,10 @@ from harness.terminal import HAS_BARS, Terminal, is_clean, without_rich
 
 from paddle_fsdp_ckpt import progress
 from paddle_fsdp_ckpt.cli import main as cli
+from paddle_fsdp_ckpt.cli.command import Report
 from paddle_fsdp_ckpt.cli.main import main
+from paddle_fsdp_ckpt.cli.show import show
+from paddle_fsdp_ckpt.export.text import Block, BlockReport, Table
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
 from paddle_fsdp_ckpt.storage.verify import verify
@@ -134,3 +139,34 @@ def test_a_root_is_verified_checkpoint_by_checkpoint(checkpoint: Path, tmp_path:
     output = capsys.readouterr().out
     assert "- step_00000003: 0_0.safetensors: damaged" in output
     assert output.endswith("damaged or incomplete: 2 of 3\n")
+
+
+@dataclass(frozen=True)
+class OneTable(BlockReport):
+    """A report of one table."""
+
+    table: Table
+
+    def blocks(self) -> Iterator[Block]:
+        yield self.table
+
+
+def test_numbers_on_a_terminal_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model.layers.{i}.mlp.experts.{i}.up_proj.weight" for i in (7, 88)]
+    numbers = [["-0.243179", "0.2431791", "-1.00244e-05", "0", "0"], ["-10.243179", "2.43179e+07", "1.52e-05", "100,000", "0"]]
+    rows = [[name, "float32", "[4096, 128]", *some] for name, some in zip(names, numbers, strict=True)]
+    wide = Table(["key", "dtype", "shape", "min", "max", "mean", "NaN", "infinite"], rows, right=range(3, 8))
+    small = Table(["key", "shape", "min"], [[row[0], row[2], row[3]] for row in rows], right={2})
+    monkeypatch.setenv("TERM", "xterm")
+    for table, width, is_drawn in ((wide, 80, False), (wide, 140, True), (small, 60, True), (small, 52, True)):
+        terminal = Terminal()
+        with monkeypatch.context() as patched:
+            patched.setenv("COLUMNS", str(width))
+            patched.setattr(sys, "stdout", terminal.stream)
+            show(cast(Report, OneTable(table)), as_json=False)
+        terminal.stream.flush()
+        lines = terminal.shown("-10.243179").splitlines()
+        assert set(rows[0][1:] if table is wide else rows[0][2:4]) <= {cell.strip() for line in lines for cell in re.split(r"  +", line)}
+        if HAS_BARS:
+            assert all(len(line) <= width for line in lines)
+            assert any("\u2500" in line for line in lines) == is_drawn

@@ -114,6 +114,7 @@ def test_only_some_keys(tmp_path: Path, ranks: Ranks) -> None:
     assert [value.key for value in compare(one, other, keys="*.bias*").values] == ["first.bias"]
     assert compare(one, bare, weights_only=True).is_none
     assert len(compare(one, bare).only_one) == 12
+    assert "no values were compared: no key is in both with one shape" in str(compare(one, bare, keys="*moment*"))
     with pytest.raises(CheckpointError, match="neither has a key of the form 'x'; .* has first.weight"):
         compare(one, other, keys="x")
 
@@ -126,6 +127,8 @@ def test_the_model_comes_first_and_what_moved_most(tmp_path: Path, ranks: Ranks)
     found = compare(tmp_path / "one", tmp_path / "other")
     assert [one.key for one in found.values] == ["b", "a", "b.moment1_0", "a.moment1_0"]
     lines = str(found).splitlines()
+    moments = str(compare(tmp_path / "one", tmp_path / "other", keys="*moment*"))
+    assert "the values of 2 of 4 keys differ" in moments and "parameters and buffers" not in moments
     assert "the values of 2 of 2 parameters and buffers differ" in lines and "the values of 2 of 8 other keys differ" in lines
 
 

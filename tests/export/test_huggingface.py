@@ -16,10 +16,11 @@ import made_models
 import numpy as np
 import pytest
 from harness import RankPool
-from published import EXPERTS, HEADS, HIDDEN, INNER, VOCABULARY, WIDTH, as_in_paddle, config_of, published
+from published import EXPERTS, GROUPS, HEADS, HIDDEN, INNER, VOCABULARY, WIDTH, as_in_paddle, config_of, published
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, MismatchError, TargetExistsError
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.safetensors_files import INDEX_NAME
@@ -413,3 +414,37 @@ def test_memory_stays_below_the_largest_tensor(tmp_path: Path, ranks: Ranks) -> 
     assert done.returncode == 0, done.stderr
     largest = max(4 * int(np.prod(shape)) for shape in LARGE.values())
     assert int(done.stdout) < largest + (32 << 20)
+
+
+def test_copies_are_checked_against_the_configuration(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    right = published("llama")
+    fields = config_of("llama") | {"intermediate_size": INNER, "head_dim": WIDTH}
+    turned = {name: np.ascontiguousarray(a.T) if "_proj." in name else a for name, a in right.items()}
+    saved = {"right": right, "turned": turned, "other": SMALL, "paddle": as_in_paddle("llama", right, fused=False)}
+    for name, arrays in saved.items():
+        ranks(1).run(made_models.save_model, str(tmp_path / name), arrays)
+    config = write_config(tmp_path / "config", fields)
+    nested = write_config(tmp_path / "nested", {"model_type": "outer", "text_config": fields})
+    for name, given, message in (
+        ("turned", config, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\]"),
+        ("turned", nested, "--recipe llama .* or leave --config out"),
+        ("other", config, r"lacks model\.embed_tokens\.weight, .* has besides .*first\.weight"),
+        ("paddle", config, r"lacks model\.embed_tokens\.weight, .* has besides .*llama\.embed_tokens\.weight"),
+        ("right", write_config(tmp_path / "tied", fields | {"tie_word_embeddings": True}), r"has besides lm_head\.weight"),
+    ):
+        with pytest.raises(MismatchError, match=f"copied as it is, isn't the model that .*{message}"):
+            export_huggingface(tmp_path / name, tmp_path / "model", config=given, recipe="none")
+        assert not (tmp_path / "model").exists()
+    assert export_huggingface(tmp_path / "right", tmp_path / "model", config=config, recipe="none").unchecked is None
+    assert_equal(read_model(tmp_path / "model"), right)
+    del fields["intermediate_size"]
+    for number, (given, message) in enumerate(
+        ((fields, "intermediate_size"), ({"model_type": "gpt"}, "model_type 'gpt', which no recipe"))
+    ):
+        where = str(write_config(tmp_path / f"unknown {number}", given))
+        assert (
+            main(["convert", str(tmp_path / "other"), "--to", "hf", str(tmp_path / f"out {number}"), "--recipe", "none", "--config", where])
+            == 0
+        )
+        error = capsys.readouterr().err
+        assert message in error and "not checked" in error and error.count("\n") == 1

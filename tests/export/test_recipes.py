@@ -87,6 +87,17 @@ def test_keys_that_no_rule_takes_or_two_do() -> None:
     assert "1 key is taken by several rules: 'a.1.b' by 'a.{n}.b' and 'a.{*any}'" in message
 
 
+def test_names_that_are_hugging_faces_already() -> None:
+    with pytest.raises(MismatchError) as caught:
+        RECIPES["llama"].rules_of(["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"])
+    message = str(caught.value)
+    assert "2 keys are taken by no rule: 'model.embed_tokens.weight', " in message
+    assert "It takes names such as 'llama.embed_tokens.weight', 'llama.norm.weight'" in message
+    assert "these are names that it makes" in message and "--recipe none; if not" in message
+    with pytest.raises(MismatchError, match=r"such as 'llama\.embed_tokens\.weight'.*Use the recipe of the model's family"):
+        RECIPES["llama"].rules_of(["model.embed_tokens.weight", "other"])
+
+
 def test_two_tensors_of_one_name(tmp_path: Path, ranks: Ranks) -> None:
     ranks(1).run(made_models.save_model, str(tmp_path / "saved"), {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
     recipe = write_recipe(tmp_path / "recipe.json", {"source": "{*key}", "targets": ["same"]})

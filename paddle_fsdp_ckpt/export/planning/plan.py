@@ -154,7 +154,7 @@ _ROWS: tuple[tuple[str, Callable[[WorldPlan], str]], ...] = (
     ("padding of all parameters", _bytes_of("padding")),
     ("largest unit whole, with gradients", _bytes_of("whole_unit")),
     ("a checkpoint", _bytes_of("checkpoint")),
-    ("  files", lambda one: f"{one.world_size:,}"),
+    ("  files of ranks", lambda one: f"{one.world_size:,}"),
     ("  keys", lambda one: f"{one.keys:,}"),
     ("  pieces", lambda one: f"{one.pieces:,}"),
     ("  largest file", _bytes_of("largest_file")),

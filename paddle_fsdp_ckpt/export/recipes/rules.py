@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ EQUAL, BY_HEADS = "equal", "qkv"
 SPLITS = (EQUAL, BY_HEADS)
 """The values of :attr:`Rule.split`."""
 
+_EXAMPLES = 3
 _PLACEHOLDER = re.compile(r"\{(\*?)([a-z_]+)\}")
 
 
@@ -154,16 +155,27 @@ class Recipe:
         if several:
             texts.append(f"{counted(len(several), 'key is', 'keys are')} taken by several rules: {listing(several)}")
         if texts:
-            raise MismatchError(
-                f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. Use the recipe of the model's family, or write "
-                "one: --recipe FILE; --recipe none copies everything as it is"
-            )
+            raise MismatchError(f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. {self._way_out(found, bool(without))}")
         return {key: matches[0] for key, matches in found.items()}
 
     def inverse(self) -> Recipe:
         """Return the recipe that makes keys of tensors; fused keys, and those of several tensors, it doesn't make."""
         inverses = [rule.inverse() for rule in self.rules]
         return Recipe(self.name, tuple(rule for rule in inverses if rule is not None))
+
+    def _way_out(self, found: Mapping[str, Sequence[object]], lacks_rules: bool) -> str:
+        """Say which names are expected, and what to do with those that there are."""
+        expected = f"It takes names such as {', '.join(repr(rule.source) for rule in self.rules[:_EXAMPLES])}"
+        made = [Rule(target, ()) for rule in self.rules for target in rule.targets]
+        if lacks_rules and all(any(rule.match(key) is not None for rule in made) for key, matches in found.items() if not matches):
+            return (
+                f"{expected}, and these are names that it makes. If the tensors lie as under those names too, copy them as they are: "
+                "--recipe none; if not, as with a Paddle Linear's weight, which is [in, out], write a recipe: --recipe FILE"
+            )
+        return (
+            f"{expected}. Use the recipe of the model's family, or write one: --recipe FILE; --recipe none copies everything as it is, "
+            "which is right where names and layouts are Hugging Face's"
+        )
 
     def _matches(self, key: str) -> list[tuple[Rule, dict[str, str]]]:
         found = ((rule, rule.match(key)) for rule in self.rules)
