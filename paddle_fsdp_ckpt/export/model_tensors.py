@@ -177,6 +177,8 @@ def _check_described(
     texts += [f"has besides {listing(beyond)}"] if beyond else []
     texts += [f"has other shapes: {listing(others)}"] if others else []
     if texts and recipe is COPY:
+        if _is_own_form(family, found, {name: piece.global_shape for name, piece in pieces.items()}):
+            return None
         raise MismatchError(
             f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
             f"Give this model's configuration, and the recipe that makes what that says (--recipe {family.name} for PaddleFormers' names, "
@@ -188,6 +190,18 @@ def _check_described(
             "model"
         )
     return None
+
+
+def _is_own_form(family: Recipe, found: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether tensors, copied as they are, are those of PaddleFormers, which reads them with this configuration too.
+
+    Fused projections, of which the configuration says nothing, are taken as they are.
+    """
+    try:
+        family.rules_of(found)
+    except MismatchError:
+        return False
+    return all(described.get(name, shape) == shape for name, shape in found.items())
 
 
 def _tied_to_heads(family: Recipe, config: ModelConfig, tied: Mapping[str, str]) -> set[str]:
