@@ -199,7 +199,7 @@ def _plan_places(subjects: Subjects, left_out: Collection[str]) -> SavePlan | No
     """Plan what :func:`~.state_dict.weights_to_store` describes by where it is, without a tensor for each; None where that isn't known."""
     if subjects.sharding.communicator.replica_count > 1:
         return None
-    places = subjects.sharding.live_places(subjects.buffers, [(one.optimizer, one.parameters) for one in subjects.steppers])
+    places = subjects.live_places()
     if places is None:
         return None
     pieces: list[Piece] = []

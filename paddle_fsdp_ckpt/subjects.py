@@ -16,7 +16,7 @@ from .fsdp import ShardedParameter, check_names, dtype_name, dtype_names, named_
 from .fsdp.units import NamedParameter
 from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
 from .several_models import combine_models
-from .shardings import Sharding, sharding_of, sharding_of_optimizers
+from .shardings import LivePlaces, Sharding, sharding_of, sharding_of_optimizers
 
 Models: TypeAlias = "nn.Layer | Mapping[str, nn.Layer]"
 """A model, or several under names, see :mod:`.several_models`."""
@@ -102,6 +102,10 @@ class Subjects:
     def whole_keys(self) -> set[str]:
         """The keys of what of the model every rank has all of."""
         return set() if self.model is None else self.sharding.whole_keys(self.model)
+
+    def live_places(self) -> list[LivePlaces] | None:
+        """Return where this rank keeps all of them, see :meth:`~.shardings.Sharding.live_places`."""
+        return self.sharding.live_places(self.buffers, [(one.optimizer, one.parameters) for one in self.steppers])
 
     def model_keys(self) -> set[str]:
         """Return the keys of the model's parameters and buffers, on any rank; none where no model is given."""

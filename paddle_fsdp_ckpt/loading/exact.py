@@ -43,7 +43,7 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     for stepper, names in zip(subjects.steppers, stored, strict=True):
         drop_states(stepper.optimizer, [one for one in stepper.parameters if one.slot.name not in names])
         create_states(stepper.optimizer, [one for one in stepper.parameters if one.slot.name in names])
-    places = subjects.sharding.live_places(subjects.buffers, [(one.optimizer, one.parameters) for one in subjects.steppers])
+    places = subjects.live_places()
     if places is None or not _has_just(index, subjects, places):
         return None
     ranges: dict[int, list[FileRange]] = {}
