@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
+from ..storage.entries import Box, Entry
 from ..storage.format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, JsonValue, cut_text, parse_json
-from ..storage.header import METADATA_KEY, Box, Entry, header_nbytes
+from ..storage.header import METADATA_KEY, header_nbytes
 from ..storage.index import CheckpointIndex
 from .safetensors_files import INDEX_NAME
 

@@ -6,16 +6,21 @@ all to :mod:`.plan`, which says what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
+
+import numpy as np
 
 from ..optim import create_states, drop_states, entry_of
 from ..optim.registry import MASTER_WEIGHT_KEY
 from ..saved_run import SavedRun, class_differences
 from ..shardings import LivePlaces
+from ..storage.columns import looked_up, numbered, numbers_of
 from ..storage.format import DTYPE_NBYTES
-from ..storage.index import CheckpointIndex, Stored
+from ..storage.index import CheckpointIndex
 from ..storage.problems import ReadProblems
-from ..storage.reader import FileRange
+from ..storage.reader import FileRanges
+from ..storage.table import PieceTable
 from ..subjects import Stepper, Subjects
 from .options import LoadOptions
 from .planned import LoadPlan, RangeReading
@@ -33,8 +38,8 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     Returns:
         The plan; None where it isn't of just these objects, or where that can't be told so.
     """
-    tied = subjects.tied()
-    if not _is_usual(run, subjects, options, tied):
+    tied, table = subjects.tied(), index.table
+    if table is None or not _is_usual(run, subjects, options, tied):
         return None
     run = run.with_tied_names()
     if any(class_differences(run, index, one) or not one.names <= run.names for one in subjects.steppers):
@@ -46,10 +51,10 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     places = subjects.live_places()
     if places is None or not _has_just(index, subjects, places):
         return None
-    ranges: dict[int, list[FileRange]] = {}
     # The values under the other names of a tied parameter are the same, and go to the same memory.
     passed_over = {name for names in tied for name in names[1:]}
-    if not all(find_ranges(index, column, passed_over, ranges) for column in places):
+    ranges = find_ranges(table, places, passed_over)
+    if ranges is None:
         return None
     count = sum(len(column.keys) - len(passed_over.intersection(column.keys)) for column in places)
     reading = RangeReading(count, ranges, [tensor for column in places for tensor in column.tensors])
@@ -99,37 +104,50 @@ def _has_just(index: CheckpointIndex, subjects: Subjects, places: Sequence[LiveP
     return expected == index.keys()
 
 
-def find_ranges(index: CheckpointIndex, wanted: LivePlaces, passed_over: set[str], ranges: dict[int, list[FileRange]]) -> bool:
-    """Add where the values of some keys lie to ``ranges``, by file; tell whether all are there, just once, in the shape that is wanted."""
-    stored, dtypes = index.stored, index.dtypes
-    for key, dtype, shape, start, stop, address in zip(
-        wanted.keys, wanted.dtypes, wanted.shapes, wanted.starts, wanted.stops, wanted.addresses, strict=True
-    ):
-        if dtypes[key] != dtype or stored[key][0][1].global_shape != shape:
-            return False
-        if key in passed_over:
-            continue
-        itemsize = DTYPE_NBYTES[dtype]
-        done = start
-        for file, box, box_start, box_stop, file_offset in _in_order(stored[key]):
-            if box.local_shape != shape:
-                return False
-            if box_stop <= start or box_start >= stop:
-                continue
-            if box_start > done or (box_start < done and done > start):  # there is a hole, or it is stored twice
-                return False
-            end = min(box_stop, stop)
-            offset = file_offset + (done - box_start) * itemsize
-            ranges.setdefault(file, []).append(FileRange(offset, address + (done - start) * itemsize, (end - done) * itemsize, key))
-            done = end
-        if done != stop:
-            return False
-    return True
+def find_ranges(table: PieceTable, wanted: Sequence[LivePlaces], passed_over: Collection[str]) -> dict[int, FileRanges] | None:
+    """Return where the values of some keys lie, by file; None where not all are there, just once, in the dtype and shape that is wanted.
 
-
-def _in_order(stored: Sequence[Stored]) -> Iterable[Stored]:
-    return sorted(stored, key=_first) if len(stored) > 1 else stored
-
-
-def _first(stored: Stored) -> int:
-    return stored[2]
+    Args:
+        table: what is stored.
+        wanted: places of at least one element.
+        passed_over: keys among them that are not to be read, but must be there like the others.
+    """
+    keys = [key for one in wanted for key in one.keys]
+    numbers = looked_up(table.numbers, keys)
+    if (numbers < 0).any() or not table.is_whole.all():
+        return None
+    dtypes, dtype_names = numbered(dtype for one in wanted for dtype in one.dtypes)
+    shapes, distinct_shapes = numbered(shape for one in wanted for shape in one.shapes)
+    # What no key has is -1 here, and no key's number.
+    as_stored = looked_up(numbers_of(table.dtypes), dtype_names)[dtypes], looked_up(numbers_of(table.shapes), distinct_shapes)[shapes]
+    if (table.key_dtypes[numbers] != as_stored[0]).any() or (table.key_shapes[numbers] != as_stored[1]).any():
+        return None
+    starts, stops, addresses = (
+        np.array(list(chain.from_iterable(columns)), np.int64)
+        for columns in ([one.starts for one in wanted], [one.stops for one in wanted], [one.addresses for one in wanted])
+    )
+    itemsizes = np.array([DTYPE_NBYTES[name] for name in dtype_names], np.int64)[dtypes]
+    which = np.flatnonzero([key not in passed_over for key in keys]) if passed_over else np.arange(len(keys))
+    # Each piece of each key that is wanted, by key and place, cut to what is wanted of it.
+    counts = np.diff(table.first)[numbers[which]]
+    owners = np.repeat(which, counts)
+    pieces = np.arange(len(owners)) + np.repeat(table.first[numbers[which]] - (np.cumsum(counts) - counts), counts)
+    begins, ends = np.maximum(table.starts[pieces], starts[owners]), np.minimum(table.stops[pieces], stops[owners])
+    some = begins < ends
+    owners, pieces, begins, ends = owners[some], pieces[some], begins[some], ends[some]
+    is_first = np.diff(owners, prepend=-1) != 0
+    is_last = np.diff(owners, append=-1) != 0
+    # Without holes, and nothing twice.
+    expected = np.where(is_first, starts[owners], np.concatenate([[0], ends[:-1]]))
+    if is_first.sum() != len(which) or (begins != expected).any() or (ends != stops[owners])[is_last].any():
+        return None
+    sizes = itemsizes[owners]
+    found = FileRanges(
+        table.offsets[pieces] + (begins - table.starts[pieces]) * sizes,
+        addresses[owners] + (begins - starts[owners]) * sizes,
+        (ends - begins) * sizes,
+        keys,
+        owners,
+    )
+    files = table.files[pieces]
+    return {int(file): found[files == file] for file in np.unique(files)}

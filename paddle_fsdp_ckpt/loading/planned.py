@@ -20,7 +20,7 @@ from ..storage.casts import read_cast
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems
-from ..storage.reader import FileRange, execute_read, read_ranges
+from ..storage.reader import FileRanges, execute_read, read_ranges
 from ..subjects import Subjects
 from .options import LoadOptions
 from .report import LoadNotes
@@ -88,13 +88,14 @@ class RangeReading:
     """
 
     count: int
-    ranges: dict[int, list[FileRange]]
+    ranges: dict[int, FileRanges]
     tensors: list[paddle.Tensor]
 
     def read(self, index: CheckpointIndex, progress: ProgressLine, *, check_digests: bool) -> None:
         """Read everything into its place."""
-        nbytes = sum(one.nbytes for some in self.ranges.values() for one in some) if progress.is_shown else 0
-        read_ranges(index, self.ranges, check_digests=check_digests, on_read=progress.counter(nbytes) if nbytes else None)
+        nbytes = sum(int(some.nbytes.sum()) for some in self.ranges.values())
+        counter = progress.counter(nbytes) if progress.is_shown and nbytes else None
+        read_ranges(index, self.ranges, check_digests=check_digests, on_read=counter)
 
 
 @dataclass(frozen=True)

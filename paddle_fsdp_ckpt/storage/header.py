@@ -6,8 +6,8 @@ One page of format. A rank's file is
 
 The header maps each key to ``{"dtype", "shape", "data_offsets"}``, as safetensors wants it, in the order of the data: without
 holes, larger element sizes first, so that every tensor is aligned to its element size. A tensor's shape is the piece's local
-shape, or ``[numel]`` where the piece is a flat range. ``__metadata__`` holds two strings: the format version, and JSON
-that maps each key to the description of its piece, which is one of
+shape, or ``[numel]`` where the piece is a flat range. ``__metadata__`` holds three strings: the format version, the columns, and
+JSON that maps each key to the description of its piece, which is one of
 
     [global_shape]                                       the whole tensor
     [global_shape, [start, stop]]                        a flat range of the whole tensor
@@ -15,19 +15,23 @@ that maps each key to the description of its piece, which is one of
     [global_shape, offset, local_shape, [start, stop]]   a flat range of a box
 
 A piece without elements is never stored.
+
+The columns say the same once more, for whoever has many keys to read, see :mod:`.columns`: the digest of all that follows them in the
+header, and a text for each 2,048 pieces, all joined by dots. They count only where they stand first, behind the version, and the
+digest is right; a header without them, or that somebody changed, is read as JSON.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
-from typing import NamedTuple, TypeAlias
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
-from ..layout import Range
-from ..pieces import Piece, check_piece
+from ..pieces import Piece
+from .columns import FileColumns, decode_columns, encode_columns
+from .digests import DIGEST_LENGTH, digest
+from .entries import MAX_DIMENSIONS, Box, Entry, box_of
 from .format import (
     DTYPE_CODES,
     DTYPE_NAMES,
@@ -43,24 +47,11 @@ from .format import (
 
 METADATA_KEY = "__metadata__"
 _VERSION_KEY = "paddle_fsdp_ckpt.format_version"
+_COLUMNS_KEY = "paddle_fsdp_ckpt.columns"
 _PIECES_KEY = "paddle_fsdp_ckpt.pieces"
+_BEFORE_COLUMNS = f'{{"{METADATA_KEY}":{{"{_VERSION_KEY}":"{FORMAT_VERSION}","{_COLUMNS_KEY}":"'.encode()
 _ALIGNMENT = 8
-_MAX_DIMENSIONS = 64
-_MAX_NUMEL = 1 << 62
-
-
-class Box(NamedTuple):
-    """The part of a tensor that a piece, or the flat range of one, is taken from; see :class:`~paddle_fsdp_ckpt.pieces.Piece`."""
-
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    numel: int
-
-
-Entry: TypeAlias = "tuple[str, str, Box, int, int, int]"
-"""One stored piece, light enough to make a million of: key, dtype, box, first and past-the-last element of the box (0 and
-``box.numel`` for the whole of it, which is also how a flat range over all of it reads), and first byte in the file."""
+_BLOCK_LENGTH = 2048  # pieces in one text of columns
 
 
 def in_file_order(pieces: Sequence[Piece]) -> list[int]:
@@ -79,6 +70,8 @@ class HeaderPart:
         stop: where they end.
         entries: the fields that safetensors wants, without braces.
         descriptions: the fields of our own, as they stand inside of a JSON string, without braces.
+        blocks: the columns of all pieces but the last few, so many a text.
+        left: those last few, which will share a text with what comes behind them.
     """
 
     keys: frozenset[str] = field(repr=False)
@@ -86,6 +79,8 @@ class HeaderPart:
     stop: int
     entries: str = field(repr=False)
     descriptions: str = field(repr=False)
+    blocks: Sequence[str] = field(repr=False)
+    left: Sequence[Piece] = field(repr=False)
 
 
 def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
@@ -105,8 +100,8 @@ def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
             raise ValueError(f"'{METADATA_KEY}' can't be stored: safetensors keeps that name for itself; rename the tensor")
         if key in keys:
             raise ValueError(f"'{key}' can't be stored twice in one file; a rank must give each key one piece")
-        if len(piece.global_shape) > _MAX_DIMENSIONS:
-            raise ValueError(f"'{key}' has {len(piece.global_shape)} dimensions, and a checkpoint holds at most {_MAX_DIMENSIONS}")
+        if len(piece.global_shape) > MAX_DIMENSIONS:
+            raise ValueError(f"'{key}' has {len(piece.global_shape)} dimensions, and a checkpoint holds at most {MAX_DIMENSIONS}")
         keys.add(key)
         numel, flat, name = piece.numel, piece.flat_range, encode_basestring(key)
         stop = position + numel * DTYPE_NBYTES[piece.dtype]
@@ -117,7 +112,22 @@ def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
             box = f"{box},{shapes[piece.global_offset]},{shapes[piece.local_shape]}"
         descriptions.append(f"{name}:[{box}]" if flat is None else f"{name}:[{box},[{flat.start},{flat.stop}]]")
         position = stop
-    return HeaderPart(frozenset(keys), start, position, ",".join(entries), encode_basestring(",".join(descriptions))[1:-1])
+    return HeaderPart(
+        frozenset(keys), start, position, ",".join(entries), encode_basestring(",".join(descriptions))[1:-1], *_in_blocks(pieces)
+    )
+
+
+def _in_blocks(pieces: Sequence[Piece]) -> tuple[list[str], Sequence[Piece]]:
+    """Return the columns of as many pieces as make whole blocks, and those that are left."""
+    whole = len(pieces) - len(pieces) % _BLOCK_LENGTH
+    return [_encode_block(pieces[start : start + _BLOCK_LENGTH]) for start in range(0, whole, _BLOCK_LENGTH)], pieces[whole:]
+
+
+def _encode_block(pieces: Sequence[Piece]) -> str:
+    try:
+        return encode_columns(pieces)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a key is not valid Unicode and can't be stored: {error}") from None
 
 
 class _ShapeTexts(dict[tuple[int, ...], str]):
@@ -144,12 +154,13 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
     if twice:
         raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
     descriptions = ",".join(filter(None, (first.descriptions, second.descriptions)))
-    metadata = f'"{METADATA_KEY}":{{"{_VERSION_KEY}":"{FORMAT_VERSION}","{_PIECES_KEY}":"{{{descriptions}}}"}}'
-    try:
-        encoded = f"{{{','.join(filter(None, (metadata, first.entries, second.entries)))}}}".encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a key is not valid Unicode and can't be stored: {error}") from None
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    blocks, left = _in_blocks([*first.left, *pieces]) if first.left else (second.blocks, second.left)
+    columns = ".".join([*first.blocks, *blocks, *([_encode_block(left)] if left else [])])
+    entries = "".join(f",{one}" for one in (first.entries, second.entries) if one)
+    rest = f'","{_PIECES_KEY}":"{{{descriptions}}}"}}{entries}}}'.encode()
+    nbytes = len(_BEFORE_COLUMNS) + DIGEST_LENGTH + len(".") + len(columns) + len(rest)
+    rest += b" " * (-nbytes % _ALIGNMENT)
+    encoded = b"".join([_BEFORE_COLUMNS, f"{digest(rest)}.{columns}".encode(), rest])
     if len(encoded) > MAX_HEADER_NBYTES:
         raise ValueError(
             f"{len(first.keys) + len(second.keys)} pieces in one file need a header of {len(encoded)} bytes, and safetensors allows "
@@ -177,8 +188,34 @@ def header_nbytes(length_field: bytes, file_size: int, where: str) -> int:
     return length
 
 
+def decode_header_columns(encoded: bytes, file_size: int, where: str) -> FileColumns | None:
+    """Return what a file stores, by the columns in its header, everything checked; None where it has none, or none of what it says else.
+
+    Args:
+        encoded: as for :func:`decode_header`; so is the rest.
+        file_size: in bytes.
+        where: names the file.
+
+    Raises:
+        CorruptCheckpointError: they are not what :func:`encode_header` writes, or don't fit the file.
+    """
+    start, stop = len(_BEFORE_COLUMNS), encoded.find(b'"', len(_BEFORE_COLUMNS))
+    if not encoded.startswith(_BEFORE_COLUMNS) or stop < start + DIGEST_LENGTH:
+        return None
+    expected, *texts = encoded[start:stop].split(b".")
+    if expected != digest(memoryview(encoded)[stop:]).encode():
+        return None
+    try:
+        columns = decode_columns(list(filter(None, texts)), LENGTH_NBYTES + len(encoded), file_size, len(encoded))
+        if METADATA_KEY in columns.keys:
+            raise ValueError(f"a piece '{METADATA_KEY}'")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the columns in the header of {where} are malformed: {cut_text(error)}; {_WAY_OUT}") from error
+    return columns
+
+
 def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]:
-    """Yield what a file stores, in the order of its data, everything checked.
+    """Yield what a file stores, in the order of its data, by the JSON of its header, everything checked.
 
     Args:
         encoded: the header, without its length.
@@ -217,12 +254,12 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
                 global_shape = tuple(description[0])
                 box = whole.get(global_shape)
                 if box is None:
-                    box = whole[global_shape] = _box(key, dtype, (global_shape,))
+                    box = whole[global_shape] = box_of((global_shape,), key)
             else:
                 outline = tuple(map(tuple, description[:-1] if is_flat else description))
                 box = parts.get(outline)
                 if box is None:
-                    box = parts[outline] = _box(key, dtype, outline)
+                    box = parts[outline] = box_of(outline, key)
             start, stop = description[-1] if is_flat else (0, box.numel)
             if not (type(start) is int and type(stop) is int and 0 <= start < stop <= box.numel):
                 raise ValueError(f"[{start}, {stop}) is no range of the {box.numel} elements of {list(box.local_shape)}")
@@ -243,21 +280,6 @@ def decode_header(encoded: bytes, file_size: int, where: str) -> Iterator[Entry]
 
 
 _WAY_OUT = "restore the file from a copy, or load another checkpoint"
-
-
-def _box(key: str, dtype: str, outline: tuple[tuple[int, ...], ...]) -> Box:
-    if len(outline) not in (1, 3):
-        raise ValueError(f"{[list(part) for part in outline]} is not the description of a piece")
-    if max(map(len, outline)) > _MAX_DIMENSIONS:
-        raise ValueError(f"a shape has {max(map(len, outline))} dimensions, and at most {_MAX_DIMENSIONS} are allowed")
-    if not all(type(number) is int for part in outline for number in part):
-        raise ValueError(f"{[list(part) for part in outline]} holds something else than whole numbers")
-    global_shape = outline[0]
-    if max(global_shape, default=0) > _MAX_NUMEL or math.prod(global_shape) > _MAX_NUMEL:
-        raise ValueError(f"a tensor of more than {_MAX_NUMEL} elements")
-    _, offset, local_shape = outline if len(outline) == 3 else (global_shape, (0,) * len(global_shape), global_shape)
-    check_piece(Piece(key, dtype, global_shape, offset, local_shape, Range(0, 0)))
-    return Box(global_shape, offset, local_shape, math.prod(local_shape))
 
 
 def _data_start(item: tuple[str, JsonValue]) -> int:

@@ -8,21 +8,20 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, KeysView
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
 from ..layout import Range
 from ..pieces import Piece
+from .columns import FileColumns, columns_of
 from .digests import digest
+from .entries import Entry, Stored
 from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
-from .header import Box, Entry, decode_header, header_nbytes
+from .header import decode_header, decode_header_columns, header_nbytes
 from .system_errors import reading_file
-
-Stored: TypeAlias = "tuple[int, Box, int, int, int]"
-"""A stored piece of a known key, without the key: position of its file in the index, box, first and past-the-last element of
-the box, first byte in the file."""
+from .table import PieceTable, StoredInTable, table_of
 
 
 class StoredPiece(NamedTuple):
@@ -48,7 +47,7 @@ class CheckpointIndex:
     path: Path
     files: tuple[FileRecord, ...]
     dtypes: dict[str, str] = field(repr=False)
-    stored: dict[str, list[Stored]] = field(repr=False)
+    stored: dict[str, list[Stored]] | StoredInTable = field(repr=False)
     manifest: Manifest | None = None
 
     def __len__(self) -> int:
@@ -56,6 +55,15 @@ class CheckpointIndex:
 
     def __contains__(self, key: str) -> bool:
         return key in self.stored
+
+    @property
+    def table(self) -> PieceTable | None:
+        """The same as columns, where the files' own columns were read."""
+        return self.stored.table if isinstance(self.stored, StoredInTable) else None
+
+    def with_table(self, table: PieceTable) -> CheckpointIndex:
+        """Return the same of what a table says instead."""
+        return replace(self, dtypes=table.dtype_of_each(), stored=StoredInTable(table))
 
     def digest(self) -> str:
         """Return a digest that two ranks have alike only where they see the same checkpoint."""
@@ -71,6 +79,7 @@ class CheckpointIndex:
 
         Such a piece is left out.
         """
+        assert isinstance(self.stored, dict)
         for key, dtype, box, start, stop, byte_offset in entries:
             others = self.stored.get(key)
             if others is None:
@@ -168,30 +177,31 @@ def read_headers(path: Path, manifest: Manifest) -> CheckpointIndex:
         CorruptCheckpointError: a header is malformed, or doesn't agree with the manifest or the files.
         UnsafeCheckpointError: a link that leads out of the directory, something that is no file, or an oversized header.
     """
-    dtypes: dict[str, str] = {}
-    stored: dict[str, list[Stored]] = {}
-    index = CheckpointIndex(path, manifest.files, dtypes, stored, manifest)
-    for number, record in enumerate(manifest.files):
-        for conflict in index.add(number, read_entries(path, record)):
-            raise CorruptCheckpointError(f"{conflict}. Load another checkpoint")
-    return index
+    index = CheckpointIndex(path, manifest.files, {}, {}, manifest)
+    files = [read_columns(path, record) for record in manifest.files]
+    table = table_of(files)
+    if table is not None:
+        return index.with_table(table)
+    conflict = next(text for number, one in enumerate(files) for text in index.add(number, one.entries()))
+    raise CorruptCheckpointError(f"{conflict}. Load another checkpoint")
 
 
-def read_entries(path: Path, record: FileRecord) -> list[Entry]:
-    """Read the header of one rank's file, and check it against its record.
+def read_columns(path: Path, record: FileRecord) -> FileColumns:
+    """Read what the header of one rank's file says, and check it against its record.
 
     Raises:
         IncompleteCheckpointError: the file is missing.
         CorruptCheckpointError: the header is malformed, damaged, or doesn't agree with the record.
         UnsafeCheckpointError: a link that leads out of the directory, something that is no file, or an oversized header.
     """
-    entries = list(decode_header(_read_header(path, record), record.size, _where(path, record)))
-    if len(entries) != record.pieces:
+    header, where = _read_header(path, record), _where(path, record)
+    columns = decode_header_columns(header, record.size, where) or columns_of(decode_header(header, record.size, where))
+    if len(columns.keys) != record.pieces:
         raise CorruptCheckpointError(
-            f"{_where(path, record)} holds {len(entries)} pieces, and the manifest says {record.pieces}; the files are not of one save. "
+            f"{where} holds {len(columns.keys)} pieces, and the manifest says {record.pieces}; the files are not of one save. "
             "Load another checkpoint"
         )
-    return entries
+    return columns
 
 
 def open_inside(directory: Path, name: str) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from typing import BinaryIO, NamedTuple
 from ..errors import CorruptCheckpointError
 from ..layout import Range
 from ..pieces import Piece, check_piece
+from .entries import Box
 from .format import cut_text
-from .header import Box
 from .pickled import PickledObject, as_shape
 from .pickles import read_objects
 

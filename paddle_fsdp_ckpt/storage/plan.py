@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from ..errors import MismatchError, listing
 from ..pieces import Piece, overlaps
+from .entries import Stored
 from .format import DTYPE_NBYTES
-from .index import CheckpointIndex, Stored
+from .index import CheckpointIndex
 from .problems import CASTABLE, KeyProblem, ReadProblems
 
 

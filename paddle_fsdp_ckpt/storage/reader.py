@@ -11,12 +11,17 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import CorruptCheckpointError
 from .addresses import address_of, bytes_at, copy
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
+from .columns import Integers
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, open_rank_file
@@ -34,28 +39,53 @@ PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be l
 """What a failure while reading leaves behind, in words."""
 
 
-class FileRange(NamedTuple):
-    """Bytes of one file, and where to read them to.
+@dataclass(frozen=True, eq=False)
+class FileRanges:
+    """Parts of one file, and where to read them to, a column for each thing that is said of them; entry ``i`` of each is the same part.
 
     Attributes:
-        offset: first byte in the file.
-        address: of the memory that takes the first one; see :mod:`.addresses`.
+        offsets: first byte in the file.
+        addresses: of the memory that takes the first one; see :mod:`.addresses`.
         nbytes: how many there are, at least 1.
-        key: which they belong to, for messages.
+        keys: what parts may belong to, for messages.
+        key_numbers: which of these each belongs to.
     """
 
-    offset: int
-    address: int
-    nbytes: int
-    key: str
+    offsets: Integers
+    addresses: Integers
+    nbytes: Integers
+    keys: Sequence[str]
+    key_numbers: Integers
+
+    @property
+    def stops(self) -> Integers:
+        """Past the last byte in the file."""
+        return self.offsets + self.nbytes
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, which: slice | Integers | NDArray[np.bool_]) -> FileRanges:
+        """Return some of them."""
+        return FileRanges(self.offsets[which], self.addresses[which], self.nbytes[which], self.keys, self.key_numbers[which])
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield offset, address and number of bytes of each."""
+        return zip(self.offsets.tolist(), self.addresses.tolist(), self.nbytes.tolist(), strict=True)
+
+
+def ranges_of(parts: Iterable[tuple[int, int, int, int]], keys: Sequence[str]) -> FileRanges:
+    """Return parts of a file that are known one by one: offset, address, number of bytes, and position of the key."""
+    columns = np.array(list(parts), np.int64).reshape(-1, 4)
+    return FileRanges(columns[:, 0], columns[:, 1], columns[:, 2], keys, columns[:, 3])
 
 
 class _ChunkRead(NamedTuple):
-    """A chunk to read, a key that it holds, and what of it goes where; the rest goes nowhere."""
+    """A chunk to read, and what of it goes where, in ascending order; the rest goes nowhere. A key that it holds, for messages."""
 
     chunk: Chunk
     key: str
-    wanted: list[FileRange]
+    wanted: FileRanges | None
 
 
 def check_duplicates(plan: ReadPlan) -> None:
@@ -85,19 +115,19 @@ def differing_duplicates(index: CheckpointIndex, duplicates: Iterable[Duplicate]
         IncompleteCheckpointError: a file vanished.
     """
     for batch in _batches(duplicates):
-        ranges: dict[int, list[FileRange]] = {}
+        parts: dict[int, list[tuple[int, int, int, int]]] = {}
         pairs = []
-        for duplicate in batch:
+        for number, duplicate in enumerate(batch):
             one, other = bytearray(duplicate.nbytes), bytearray(duplicate.nbytes)
             pairs.append((one, other))
             for file, offset, copied in (
                 (duplicate.file, duplicate.file_offset, one),
                 (duplicate.other_file, duplicate.other_offset, other),
             ):
-                part = FileRange(offset, address_of(copied), duplicate.nbytes, duplicate.key)
-                ranges.setdefault(file, []).append(part)
-        for file, wanted in ranges.items():
-            _read_file(index, file, wanted, UNCHANGED)
+                parts.setdefault(file, []).append((offset, address_of(copied), duplicate.nbytes, number))
+        keys = [duplicate.key for duplicate in batch]
+        for file, some in parts.items():
+            _read_file(index, file, ranges_of(some, keys), UNCHANGED)
         for duplicate, (one, other) in zip(batch, pairs, strict=True):
             if one != other:
                 yield duplicate
@@ -123,7 +153,7 @@ def verify_first(plan: ReadPlan, on_read: Callable[[int], None] | None = None) -
             for number in chunks_of(offset, offset + nbytes, record.header_nbytes):
                 keys.setdefault(number, plan.targets[target].key)
         chunks = [chunk(number, record.size, record.header_nbytes) for number in sorted(keys)]
-        _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], []) for one in chunks], UNCHANGED, on_read=on_read)
+        _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], None) for one in chunks], UNCHANGED, on_read=on_read)
 
 
 def execute_read(
@@ -154,7 +184,7 @@ def execute_read(
     addresses = _check_destinations(plan, destinations)
     keys = [target.key for target in plan.targets]
     ranges = {
-        file: [FileRange(offset, addresses[target] + start, nbytes, keys[target]) for offset, target, start, nbytes in reads]
+        file: ranges_of(((offset, addresses[target] + start, nbytes, target) for offset, target, start, nbytes in reads), keys)
         for file, reads in plan.reads.items()
     }
     read_ranges(plan.index, ranges, consequence, check_digests=check_digests, on_read=on_read)
@@ -162,7 +192,7 @@ def execute_read(
 
 def read_ranges(
     index: CheckpointIndex,
-    ranges: Mapping[int, Iterable[FileRange]],
+    ranges: Mapping[int, FileRanges],
     consequence: str = PARTIAL_STATE,
     *,
     check_digests: bool = True,
@@ -215,14 +245,14 @@ def _batches(duplicates: Iterable[Duplicate]) -> Iterator[list[Duplicate]]:
 def _read_file(
     index: CheckpointIndex,
     file: int,
-    ranges: Iterable[FileRange],
+    ranges: FileRanges,
     consequence: str,
     check_digests: bool = True,
     on_read: Callable[[int], None] | None = None,
 ) -> None:
     """Read ranges of one file into their buffers, in whole chunks where these have digests, and compare those."""
     record = index.files[file]
-    reads = (read for layer in _layers(ranges) for read in _by_chunk(layer, record.size, record.header_nbytes))
+    reads = (read for layer in _layers(ranges) for read in _by_chunk(_joined(layer), record.size, record.header_nbytes))
     if not record.digests:
         reads = (part for read in reads for part in _without_gaps(read))
     _read_chunks(index, file, reads, consequence, check_digests, on_read)
@@ -274,61 +304,63 @@ def _in_lists(reads: Iterable[_ChunkRead], length: int) -> Iterator[list[_ChunkR
         yield part
 
 
-def _layers(ranges: Iterable[FileRange]) -> Iterator[list[FileRange]]:
-    """Yield the ranges, none of them empty, in as many lists as it takes that no two in a list overlap; in ascending order."""
-    rest = sorted(ranges)
-    while rest:
-        layer: list[FileRange] = []
-        later: list[FileRange] = []
-        end = 0
-        for wanted in rest:
-            if wanted.offset < end:
-                later.append(wanted)
-            else:
-                layer.append(wanted)
-                end = wanted.offset + wanted.nbytes
-        yield layer
-        rest = later
+def _layers(ranges: FileRanges) -> Iterator[FileRanges]:
+    """Yield the ranges in as many parts as it takes that no two in a part overlap; each in ascending order."""
+    rest = ranges[np.lexsort((ranges.addresses, ranges.offsets))]
+    while len(rest):
+        fits = np.ones(len(rest), np.bool_)
+        if (rest.offsets[1:] < rest.stops[:-1]).any():  # hardly ever
+            end = 0
+            for number, (offset, stop) in enumerate(zip(rest.offsets.tolist(), rest.stops.tolist(), strict=True)):
+                fits[number] = offset >= end
+                end = stop if fits[number] else end
+        yield rest[fits]
+        rest = rest[~fits]
 
 
-def _by_chunk(layer: Sequence[FileRange], size: int, header_nbytes: int) -> Iterator[_ChunkRead]:
+def _joined(layer: FileRanges) -> FileRanges:
+    """Return the same with those made one that follow each other both in the file and in memory, as parameters in a flat buffer do."""
+    follows = (layer.offsets[1:] == layer.stops[:-1]) & (layer.addresses[1:] == layer.addresses[:-1] + layer.nbytes[:-1])
+    if not follows.any():
+        return layer
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return replace(layer[first], nbytes=np.add.reduceat(layer.nbytes, first))
+
+
+def _by_chunk(layer: FileRanges, size: int, header_nbytes: int) -> Iterator[_ChunkRead]:
     """Yield the chunks that the ranges touch, with the ranges cut at the ends of the chunks."""
-    current: Chunk | None = None
-    inside: list[FileRange] = []
-    for wanted in layer:
-        offset, address, nbytes, key = wanted
-        if current is not None and offset + nbytes <= current.stop:
-            inside.append(wanted)
-            continue
-        for number in chunks_of(offset, offset + nbytes, header_nbytes):
-            if current is None or number != current.number:
-                if current is not None:
-                    yield _ChunkRead(current, inside[0].key, inside)
-                current, inside = chunk(number, size, header_nbytes), []
-            start, stop = max(offset, current.start), min(offset + nbytes, current.stop)
-            inside.append(FileRange(start, address + start - offset, stop - start, key))
-    if current is not None:
-        yield _ChunkRead(current, inside[0].key, inside)
+    has_header = header_nbytes > 0
+    first = (layer.offsets - header_nbytes) // CHUNK_NBYTES + has_header
+    counts = (layer.stops - 1 - header_nbytes) // CHUNK_NBYTES + has_header + 1 - first
+    owners = np.repeat(np.arange(len(layer)), counts)
+    numbers = first[owners] + np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunk_starts = header_nbytes + (numbers - has_header) * CHUNK_NBYTES
+    offsets = np.maximum(layer.offsets[owners], chunk_starts)
+    stops = np.minimum(layer.stops[owners], chunk_starts + CHUNK_NBYTES)
+    addresses = layer.addresses[owners] + offsets - layer.offsets[owners]
+    parts = FileRanges(offsets, addresses, stops - offsets, layer.keys, layer.key_numbers[owners])
+    ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    for start, stop in itertools.pairwise([0, *ends]):
+        wanted = parts[start:stop]
+        yield _ChunkRead(chunk(int(numbers[start]), size, header_nbytes), layer.keys[wanted.key_numbers[0]], wanted)
 
 
 def _without_gaps(read: _ChunkRead) -> Iterator[_ChunkRead]:
     """Yield the parts of a chunk that somebody wants, those with small gaps between them as one."""
-    part: list[FileRange] = []
-    end = read.chunk.start
-    for wanted in read.wanted:
-        if part and wanted.offset - end > _LARGEST_GAP:
-            yield _ChunkRead(Chunk(read.chunk.number, part[0].offset, end), part[0].key, part)
-            part = []
-        part.append(wanted)
-        end = wanted.offset + wanted.nbytes
-    yield _ChunkRead(Chunk(read.chunk.number, part[0].offset, end), part[0].key, part)
+    assert read.wanted is not None
+    stops = read.wanted.stops
+    ends = [*(np.flatnonzero(read.wanted.offsets[1:] - stops[:-1] > _LARGEST_GAP) + 1).tolist(), len(stops)]
+    for start, stop in itertools.pairwise([0, *ends]):
+        part = read.wanted[start:stop]
+        place = Chunk(read.chunk.number, int(part.offsets[0]), int(stops[stop - 1]))
+        yield _ChunkRead(place, part.keys[part.key_numbers[0]], part)
 
 
-def _fill(one: Chunk, wanted: Sequence[FileRange], scratch: memoryview) -> list[memoryview]:
+def _fill(one: Chunk, wanted: FileRanges, scratch: memoryview) -> list[memoryview]:
     """Return the buffers that take all bytes of a chunk: those of the ranges, and scratch memory between them."""
     buffers: list[memoryview] = []
     end = one.start
-    for offset, address, nbytes, _ in wanted:
+    for offset, address, nbytes in wanted.places():
         if offset > end:
             buffers.append(scratch[end - one.start : offset - one.start])
         buffers.append(bytes_at(address, nbytes))
@@ -346,8 +378,9 @@ def _read_chunk(
     is_checked = check_digests and bool(record.digests)
     state = new_digest()
     end = start
-    is_copied = len(read.wanted) > _MOST_DIRECT
-    buffers = [scratch[: stop - start]] if is_copied else _fill(read.chunk, read.wanted, scratch)
+    wanted = read.wanted
+    is_direct = wanted is not None and len(wanted) <= _MOST_DIRECT
+    buffers = [scratch[: stop - start]] if wanted is None or not is_direct else _fill(read.chunk, wanted, scratch)
     for group in in_groups(buffers, CACHED_NBYTES if is_checked else CHUNK_NBYTES):
         nbytes = sum(map(len, group))
         count = read_all(descriptor, group, end)
@@ -365,7 +398,7 @@ def _read_chunk(
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
             "another checkpoint"
         )
-    if is_copied:
+    if wanted is not None and not is_direct:
         scratch_address = address_of(scratch) - start
-        for offset, address, nbytes, _ in read.wanted:
+        for offset, address, nbytes in wanted.places():
             copy(address, scratch_address + offset, nbytes)

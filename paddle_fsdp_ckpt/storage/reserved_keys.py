@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import CheckpointError, CorruptCheckpointError, listing
 from ..pieces import Piece
 from .format import Manifest
-from .index import CheckpointIndex, read_entries
+from .index import CheckpointIndex, read_columns
 from .plan import plan_read
 from .reader import UNCHANGED, execute_read
 
@@ -74,6 +74,8 @@ def check_not_reserved(keys: Iterable[str]) -> None:
 
 def without_reserved(index: CheckpointIndex) -> CheckpointIndex:
     """Return the index of what belongs to the model and its optimizers alone."""
+    if index.table is not None:
+        return index.with_table(index.table.without(lambda key: key.startswith(PREFIX)))
     ours = [key for key in index.stored if key.startswith(PREFIX)]
     if not ours:
         return index
@@ -94,7 +96,7 @@ def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -
     """
     record = manifest.files[file]
     index = CheckpointIndex(path, (record,), {}, {}, None)
-    entries = [entry for entry in read_entries(path, record) if entry[0] in keys]
+    entries = [entry for entry in read_columns(path, record).entries() if entry[0] in keys]
     list(index.add(0, entries))
     there = [key for key in keys if key in index]
     if not there:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..errors import counted, listing
 from ..pieces import Piece
+from .entries import Stored
 from .format import JsonValue
-from .index import CheckpointIndex, Stored
+from .index import CheckpointIndex
 from .plan import plan_read
 from .read_lock import while_reading
 from .reader import differing_duplicates

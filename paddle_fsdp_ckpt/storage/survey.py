@@ -11,9 +11,10 @@ from pathlib import Path
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError
 from .buffers import read_all
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
+from .entries import Entry, Stored
 from .format import DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, Manifest
-from .header import Entry, decode_header, header_nbytes
-from .index import CheckpointIndex, Stored, open_inside, read_damaged_manifest, read_manifest
+from .header import decode_header, decode_header_columns, header_nbytes
+from .index import CheckpointIndex, open_inside, read_damaged_manifest, read_manifest
 from .system_errors import describe_error
 
 Progress = Callable[[int, int], None]
@@ -199,11 +200,15 @@ def _with_entries(path: Path, one: FileSurvey) -> FileSurvey:
         descriptor, _ = open_inside(path, one.record.name)
         with open(descriptor, "rb") as file:
             length = header_nbytes(file.read(LENGTH_NBYTES), one.record.size, where)
-            entries = list(decode_header(file.read(length), one.record.size, where))
+            header = file.read(length)
+        entries = list(decode_header(header, one.record.size, where))
+        columns = decode_header_columns(header, one.record.size, where)
     except (CheckpointError, OSError) as error:
         return replace(one, header_problem=str(error))
     found, said = (LENGTH_NBYTES + length, len(entries)), (one.record.header_nbytes, one.record.pieces)
     problem = None if found == said else f"{where} has {found} bytes of header and pieces, and the manifest says {said}"
+    if columns is not None and list(columns.entries()) != entries:
+        problem = f"the header of {where} says one thing in its JSON and another in its columns, which are what is loaded by"
     return replace(one, entries=entries, header_problem=problem)
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.loading.exact import find_ranges
 from paddle_fsdp_ckpt.shardings import LivePlaces
-from paddle_fsdp_ckpt.storage.format import FileRecord
-from paddle_fsdp_ckpt.storage.header import Box
-from paddle_fsdp_ckpt.storage.index import CheckpointIndex, Stored
+from paddle_fsdp_ckpt.storage.columns import columns_of
+from paddle_fsdp_ckpt.storage.entries import Box, Stored
+from paddle_fsdp_ckpt.storage.table import table_of
 
 Ranks = Callable[[int], RankPool]
 AT_ONCE, SINGLY = "RangeReading", "TargetReading"
@@ -75,15 +75,16 @@ def test_ranges_are_found_only_where_each_element_is_stored_just_once(
     start, stop = min(min(wanted), numel), min(max(wanted), numel)
     if start == stop or not stored:
         return
-    records = tuple(FileRecord(f"{rank}_0.safetensors", len(data), 1) for rank, data in enumerate(files))
-    index = CheckpointIndex(Path("x"), records, {"key": "uint8"}, {"key": stored})
-    ranges: dict[int, list] = {}
+    columns = [columns_of(("key", "uint8", *place) for file, *place in stored if file == number) for number in range(len(files))]
+    table = table_of(columns)
+    assert table is not None
     column = LivePlaces(["key"], ["uint8"], [(numel,)], [start], [stop], [1000], [True], [])
-    assert find_ranges(index, column, set(), ranges) == bool((times[start:stop] == 1).all())
-    if (times[start:stop] == 1).all():
+    ranges = find_ranges(table, [column], set())
+    assert (ranges is not None) == bool((times[start:stop] == 1).all())
+    if ranges is not None:
         memory = bytearray(stop - start)
         for file, some in ranges.items():
-            for offset, address, nbytes, _ in some:
+            for offset, address, nbytes in some.places():
                 memory[address - 1000 : address - 1000 + nbytes] = files[file][offset : offset + nbytes]
         assert memory == bytes(range(start, stop))
-        assert sum(one.nbytes for some in ranges.values() for one in some) == stop - start
+        assert sum(int(some.nbytes.sum()) for some in ranges.values()) == stop - start

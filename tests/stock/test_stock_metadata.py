@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from paddle_fsdp_ckpt.storage.header import Box
+from paddle_fsdp_ckpt.storage.entries import Box
 from paddle_fsdp_ckpt.storage.metadata import StockPiece, read_metadata
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ...layout import FlatBuffer, Layout, Range, Slot, build_flat_buffer
 from ...optimizer_states import StateKind
@@ -12,7 +12,18 @@ from .architecture import PlannedUnit
 from .states import PlannedState
 
 
-def planned_layout(units: Sequence[PlannedUnit], world_size: int) -> Layout:
+@dataclass(frozen=True)
+class PlannedLayout(Layout):
+    """A layout that ``fully_shard`` will make.
+
+    Attributes:
+        order: name of each parameter, the first where it has several -> its position among the parameters of the model.
+    """
+
+    order: Mapping[str, int]
+
+
+def planned_layout(units: Sequence[PlannedUnit], world_size: int) -> PlannedLayout:
     """Place the parameters of a model, none of them frozen, as ``fully_shard`` does: one flat buffer for each unit and dtype.
 
     Raises:
@@ -30,10 +41,11 @@ def planned_layout(units: Sequence[PlannedUnit], world_size: int) -> Layout:
             slots = zip(placed[kind].slots, members, strict=True)
             named = tuple(Slot(tuple(sorted(names)), slot.shape, slot.offset) for slot, (names, _) in slots)
             buffers.append(replace(placed[kind], name=f"{unit.name}/{dtype}", slots=named))
-    return Layout(tuple(buffers), world_size)
+    names = [min(parameter.names) for unit in units for parameter in unit.parameters]
+    return PlannedLayout(tuple(buffers), world_size, {name: number for number, name in enumerate(names)})
 
 
-def rank_pieces(layout: Layout, rank: int, states_of: Callable[[str], Sequence[PlannedState]]) -> Iterator[Piece]:
+def rank_pieces(layout: PlannedLayout, rank: int, states_of: Callable[[str], Sequence[PlannedState]]) -> Iterator[Piece]:
     """Yield what a rank's file will hold, in the order in which a save describes it.
 
     Args:
@@ -46,6 +58,8 @@ def rank_pieces(layout: Layout, rank: int, states_of: Callable[[str], Sequence[P
         for name in slot.names:
             yield _elementwise(name, dtype, slot, part)
     by_suffix: dict[str, list[tuple[Slot, Range, PlannedState]]] = {}
+    # An optimizer has parameters of all dtypes in the order of the model.
+    local.sort(key=lambda one: layout.order[one[0].name])
     for slot, part, dtype in local:
         for state in states_of(dtype):
             by_suffix.setdefault(state.suffix, []).append((slot, part, state))

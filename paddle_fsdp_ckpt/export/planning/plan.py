@@ -16,7 +16,7 @@ from ...storage.header import encode_header, in_file_order
 from ..config import CONFIG_NAME, TIED, ModelConfig, read_config_file
 from ..text import Block, BlockReport, Table, size_text
 from .architecture import PlannedUnit, planned_units
-from .pieces import planned_layout, rank_pieces
+from .pieces import PlannedLayout, planned_layout, rank_pieces
 from .states import PlannedState, planned_states
 
 DEFAULT_OPTIMIZER = "AdamW"
@@ -249,7 +249,7 @@ class _RankTotal:
         return self.parameters + self.states + self.master_weights
 
 
-def _plan_world(layout: Layout, units: Sequence[PlannedUnit], states_of: Callable[[str], Sequence[PlannedState]]) -> WorldPlan:
+def _plan_world(layout: PlannedLayout, units: Sequence[PlannedUnit], states_of: Callable[[str], Sequence[PlannedState]]) -> WorldPlan:
     totals = [_total(layout, rank, states_of) for rank in range(layout.world_size)]
     fullest = max(totals, key=lambda total: total.values)
     pieces, most = sum(total.pieces for total in totals), max(total.pieces for total in totals)
@@ -299,7 +299,7 @@ def _total(layout: Layout, rank: int, states_of: Callable[[str], Sequence[Planne
     return total
 
 
-def _header_sizes(layout: Layout, states_of: Callable[[str], Sequence[PlannedState]]) -> dict[int, int]:
+def _header_sizes(layout: PlannedLayout, states_of: Callable[[str], Sequence[PlannedState]]) -> dict[int, int]:
     """Return how long the headers are of the files of some ranks, evenly spread."""
     count = min(layout.world_size, _SAMPLED_RANKS)
     sizes = {}

@@ -1,0 +1,163 @@
+"""All pieces that the files of one checkpoint store, by key and place, as columns: for whoever asks of all keys at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .columns import FileColumns, Integers, concatenated, looked_up, merged, numbered, numbers_of
+from .entries import Box, Stored
+
+
+@dataclass(frozen=True, eq=False)
+class PieceTable:
+    """The pieces of all files, those of a key together, in the order of their first elements.
+
+    Attributes:
+        numbers: key -> its number, counted from 0 in the order in which the files have the keys.
+        dtypes: the dtypes that there are: Paddle's names.
+        key_dtypes: number of the dtype of each key.
+        shapes: the shapes that there are, of whole tensors.
+        key_shapes: number of the shape of each key.
+        first: position of the first piece of each key, and at the end how many pieces there are.
+        files: position of each piece's file in the index.
+        boxes: the boxes that there are.
+        box_numbers: which of these each piece is a part of.
+        starts: first element of the box.
+        stops: past-the-last element.
+        offsets: first byte in the file.
+    """
+
+    numbers: dict[str, int]
+    dtypes: Sequence[str]
+    key_dtypes: Integers
+    shapes: Sequence[tuple[int, ...]]
+    key_shapes: Integers
+    first: Integers
+    files: Integers
+    boxes: Sequence[Box]
+    box_numbers: Integers
+    starts: Integers
+    stops: Integers
+    offsets: Integers
+
+    @property
+    def key_numbers(self) -> Integers:
+        """The number of each piece's key."""
+        return np.repeat(np.arange(len(self.numbers)), np.diff(self.first))
+
+    @property
+    def is_whole(self) -> NDArray[np.bool_]:
+        """Whether each piece is a part of the flattened whole tensor, not only of a box in it."""
+        whole = [box.local_shape == box.global_shape for box in self.boxes]
+        return np.array(whole, np.bool_)[self.box_numbers]
+
+    @property
+    def key_numels(self) -> Integers:
+        """How many elements the whole tensor of each key has."""
+        return np.array([math.prod(shape) for shape in self.shapes], np.int64)[self.key_shapes]
+
+    def dtype_of_each(self) -> dict[str, str]:
+        """Return the dtype of each key."""
+        return dict(zip(self.numbers, map(self.dtypes.__getitem__, self.key_dtypes.tolist()), strict=True))
+
+    def without(self, is_unwanted: Callable[[str], bool]) -> PieceTable:
+        """Return the table without some keys."""
+        unwanted = [number for key, number in self.numbers.items() if is_unwanted(key)]
+        if not unwanted:
+            return self
+        wanted = np.ones(len(self.numbers), np.bool_)
+        wanted[unwanted] = False
+        pieces = wanted[self.key_numbers]
+        keys = [key for key, is_wanted in zip(self.numbers, wanted.tolist(), strict=True) if is_wanted]
+        return replace(
+            self,
+            numbers=numbers_of(keys),
+            key_dtypes=self.key_dtypes[wanted],
+            key_shapes=self.key_shapes[wanted],
+            first=_sums(np.diff(self.first)[wanted]),
+            files=self.files[pieces],
+            box_numbers=self.box_numbers[pieces],
+            starts=self.starts[pieces],
+            stops=self.stops[pieces],
+            offsets=self.offsets[pieces],
+        )
+
+
+def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
+    """Return the table of all pieces in some files; None where a key has another dtype or shape in one file than in another."""
+    numbers = numbers_of(dict.fromkeys(chain.from_iterable(one.keys for one in files)))
+    keys = concatenated([looked_up(numbers, one.keys) for one in files])
+    dtype_numbers, dtypes = merged((one.dtypes, one.dtype_numbers) for one in files)
+    box_numbers, boxes = merged((one.boxes, one.box_numbers) for one in files)
+    shapes_of_boxes, shapes = numbered(box.global_shape for box in boxes)
+    shape_numbers = shapes_of_boxes[box_numbers]
+    # Any of a key's pieces will do, since all must be alike.
+    key_dtypes, key_shapes = np.zeros((2, len(numbers)), np.int64)
+    key_dtypes[keys], key_shapes[keys] = dtype_numbers, shape_numbers
+    if (key_dtypes[keys] != dtype_numbers).any() or (key_shapes[keys] != shape_numbers).any():
+        return None
+    starts = concatenated([one.starts for one in files])
+    order = np.lexsort((starts, keys))
+    return PieceTable(
+        numbers=numbers,
+        dtypes=dtypes,
+        key_dtypes=key_dtypes,
+        shapes=shapes,
+        key_shapes=key_shapes,
+        first=_sums(np.bincount(keys, minlength=len(numbers))),
+        files=np.repeat(np.arange(len(files)), [len(one.keys) for one in files])[order],
+        boxes=boxes,
+        box_numbers=box_numbers[order],
+        starts=starts[order],
+        stops=concatenated([one.stops for one in files])[order],
+        offsets=concatenated([one.offsets for one in files])[order],
+    )
+
+
+def _sums(counts: Integers) -> Integers:
+    """Return how many there are before each, and at the end of all."""
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+class StoredInTable(Mapping[str, "list[Stored]"]):
+    """The pieces of each key, made of a table when they are asked for first."""
+
+    def __init__(self, table: PieceTable) -> None:
+        self.table = table
+
+    def __getitem__(self, key: str) -> list[Stored]:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.numbers)
+
+    def __len__(self) -> int:
+        return len(self.table.numbers)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.table.numbers
+
+    def keys(self) -> KeysView[str]:
+        """The keys, in the order in which the files have them."""
+        return self.table.numbers.keys()
+
+    def items(self) -> ItemsView[str, list[Stored]]:
+        """Each key with its pieces, in the order of the files."""
+        return self._by_key.items()
+
+    @cached_property
+    def _by_key(self) -> dict[str, list[Stored]]:
+        table = self.table
+        order = np.lexsort((table.starts, table.files, table.key_numbers))
+        boxes = map(table.boxes.__getitem__, table.box_numbers[order].tolist())
+        places = (one[order].tolist() for one in (table.starts, table.stops, table.offsets))
+        pieces = list(zip(table.files[order].tolist(), boxes, *places, strict=True))
+        first = table.first.tolist()
+        return {key: pieces[start:stop] for key, start, stop in zip(table.numbers, first, first[1:], strict=False)}
