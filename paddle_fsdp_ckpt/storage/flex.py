@@ -42,7 +42,7 @@ def paddle_metadata(index: CheckpointIndex) -> bytes:
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
     # Many keys share a description; they can't be changed.
     alike: dict[tuple[object, ...], LocalTensorMetadata] = {}
-    for key, stored in index.stored.items():
+    for key, stored in index.walk():
         tensors: list[LocalTensorMetadata] = []
         described: set[int] = set()
         dtype = index.dtypes[key]

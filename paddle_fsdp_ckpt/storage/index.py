@@ -61,6 +61,10 @@ class CheckpointIndex:
         """The same as columns, where the files' own columns were read."""
         return self.stored.table if isinstance(self.stored, StoredInTable) else None
 
+    def walk(self) -> Iterator[tuple[str, list[Stored]]]:
+        """Yield each key with its pieces, as in :attr:`stored`, without keeping these."""
+        yield from self.stored.items() if self.table is None else self.table.walk()
+
     def with_table(self, table: PieceTable) -> CheckpointIndex:
         """Return the same of what a table says instead."""
         return replace(self, dtypes=table.dtype_of_each(), stored=StoredInTable(table))

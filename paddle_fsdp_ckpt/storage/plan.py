@@ -147,31 +147,18 @@ def check_complete(index: CheckpointIndex) -> list[Duplicate]:
     Raises:
         MismatchError: it lists the keys.
     """
-    shapes = {key: index.global_shape(key) for key, stored in index.stored.items() if not _is_covered(stored)}
-    whole = [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()]
-    if not whole:
+    # Nearly all keys are ranges that follow each other, which the columns tell of all at once.
+    keys = index.stored if index.table is None else index.table.uncovered_keys()
+    shapes = {key: index.global_shape(key) for key in keys}
+    if not shapes:
         return []
-    plan = plan_read(index, whole, shapes)
+    plan = plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], shapes)
     uncovered = plan.problems.uncovered
     if uncovered:
         raise MismatchError(
             f"{len(uncovered)} keys are not whole, though all ranks wrote what they have of them: {listing(map(str, uncovered))}"
         )
     return plan.duplicates
-
-
-def _is_covered(stored: Sequence[Stored]) -> bool:
-    """Tell whether pieces are flat ranges of the whole tensor, or all of it, that follow each other, none twice; nearly all are."""
-    stop = 0
-    for _, box, start, end, _ in sorted(stored, key=_start) if len(stored) > 1 else stored:
-        if start != stop or box.local_shape != box.global_shape:
-            return False
-        stop = end
-    return stop == stored[0][1].numel
-
-
-def _start(stored: Stored) -> int:
-    return stored[2]
 
 
 def _find_runs(index: CheckpointIndex, target: Piece, stored: Iterable[Stored], itemsize: int) -> list[_Run]:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .columns import FileColumns, Integers, concatenated, looked_up, merged, numbered, numbers_of
 from .entries import Box, Stored
+
+_KEYS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,30 @@ class PieceTable:
     def key_numels(self) -> Integers:
         """How many elements the whole tensor of each key has."""
         return np.array([math.prod(shape) for shape in self.shapes], np.int64)[self.key_shapes]
+
+    def uncovered_keys(self) -> list[str]:
+        """Return the keys whose pieces are something else than ranges of the flattened tensor that follow each other up to its end."""
+        if not self.numbers:
+            return []
+        begins_here = np.zeros(len(self.starts), np.bool_)
+        begins_here[self.first[:-1]] = True
+        expected = np.where(begins_here, 0, np.concatenate([[0], self.stops[:-1]]))
+        follows = np.logical_and.reduceat(self.is_whole & (self.starts == expected), self.first[:-1])
+        is_covered = follows & (self.stops[self.first[1:] - 1] == self.key_numels)
+        return [key for key, covered in zip(self.numbers, is_covered.tolist(), strict=True) if not covered]
+
+    def walk(self) -> Iterator[tuple[str, list[Stored]]]:
+        """Yield each key with its pieces, in the order of the files; only a few at a time are made."""
+        order = np.lexsort((self.files, self.key_numbers))
+        keys = list(self.numbers)
+        for number in range(0, len(keys), _KEYS_AT_A_TIME):
+            first = self.first[number : number + _KEYS_AT_A_TIME + 1].tolist()
+            rows = order[first[0] : first[-1]]
+            boxes = map(self.boxes.__getitem__, self.box_numbers[rows].tolist())
+            places = (one[rows].tolist() for one in (self.starts, self.stops, self.offsets))
+            pieces = list(zip(self.files[rows].tolist(), boxes, *places, strict=True))
+            for key, (start, stop) in zip(keys[number : number + _KEYS_AT_A_TIME], pairwise(first), strict=True):
+                yield key, pieces[start - first[0] : stop - first[0]]
 
     def dtype_of_each(self) -> dict[str, str]:
         """Return the dtype of each key."""
@@ -154,10 +180,4 @@ class StoredInTable(Mapping[str, "list[Stored]"]):
 
     @cached_property
     def _by_key(self) -> dict[str, list[Stored]]:
-        table = self.table
-        order = np.lexsort((table.starts, table.files, table.key_numbers))
-        boxes = map(table.boxes.__getitem__, table.box_numbers[order].tolist())
-        places = (one[order].tolist() for one in (table.starts, table.stops, table.offsets))
-        pieces = list(zip(table.files[order].tolist(), boxes, *places, strict=True))
-        first = table.first.tolist()
-        return {key: pieces[start:stop] for key, start, stop in zip(table.numbers, first, first[1:], strict=False)}
+        return dict(self.table.walk())
