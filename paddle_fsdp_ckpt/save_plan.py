@@ -7,15 +7,17 @@ under the same names, each at the same address, of the same shape and dtype. Oth
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from .fsdp import TensorFacts, facts_of, few_at_a_time
 from .host_memory import bytes_of, direct_bytes, is_direct, nbytes_of
 from .layout import Range
 from .pieces import Piece
@@ -93,12 +95,17 @@ class StoredTensors:
 
 
 class _Seen(NamedTuple):
-    """A tensor as a plan saw it. A plan must not keep it alive."""
+    """A few tensors as a plan saw them. A plan must not keep them alive."""
 
-    tensor: weakref.ReferenceType[paddle.Tensor]
-    address: int
-    shape: list[int]
-    dtype: paddle.dtype
+    tensors: list[weakref.ReferenceType[paddle.Tensor]]
+    facts: TensorFacts
+
+    def are(self, tensors: Sequence[paddle.Tensor]) -> bool:
+        """Tell whether they are these, as they were, and contiguous."""
+        if not all(map(operator.is_, [known() for known in self.tensors], tensors)):
+            return False
+        facts = facts_of(tensors)
+        return facts == self.facts and all(facts.contiguous)
 
 
 class KnownIndex(NamedTuple):
@@ -131,29 +138,25 @@ class SaveMemory:
         self.index: KnownIndex | None = None
         self._plan: SavePlan | None = None
         self._names: list[object] = []
+        self._count = 0
         self._seen: list[_Seen] = []
 
     def recall(self, tables: LiveTables) -> SavePlan | None:
         """Return the last plan, where it was made of just these tensors as they are now."""
-        if self._plan is None or len(tables.tensors) != len(self._seen) or tables.names != self._names:
+        if self._plan is None or len(tables.tensors) != self._count or tables.names != self._names:
             return None
-        for (known, address, shape, dtype), tensor in zip(self._seen, tables.tensors, strict=True):
-            is_same = known() is tensor
-            # There is one object for each dtype, and Paddle takes long to compare them.
-            if not (
-                is_same and tensor.data_ptr() == address and tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous()
-            ):
-                return None
-        return self._plan
+        are_same = all(seen.are(few) for seen, few in zip(self._seen, few_at_a_time(tables.tensors), strict=True))
+        return self._plan if are_same else None
 
     def keep(self, tables: LiveTables, plan: SavePlan) -> None:
         """Keep a plan that was made of these tensors."""
-        self._plan, self._names = plan, tables.names
+        self._plan, self._names, self._count = plan, tables.names, len(tables.tensors)
         shapes: dict[tuple[int, ...], list[int]] = {}
-        self._seen = [
-            _Seen(weakref.ref(one), one.data_ptr(), shapes.setdefault(tuple(one.shape), list(one.shape)), one.dtype)
-            for one in tables.tensors
-        ]
+        self._seen = []
+        for few in few_at_a_time(tables.tensors):
+            facts = facts_of(few)
+            few_shapes = [shapes.setdefault(tuple(shape), shape) for shape in facts.shapes]
+            self._seen.append(_Seen([weakref.ref(one) for one in few], replace(facts, shapes=few_shapes)))
 
 
 def memory_of(subjects: Subjects) -> SaveMemory | None:

@@ -10,7 +10,17 @@ from .parameter_shard import ParameterShard
 from .runtime import GradientReduction, Runtime, runtime_of
 from .sharded_weights import elementwise, replicated
 from .sharding import check_model, local_parameters, shard_model, unshard_model
-from .tensors import dtype_name, dtype_names, lie_on_host
+from .tensors import (
+    TensorFacts,
+    dtype_name,
+    dtype_names,
+    facts_of,
+    facts_of_tables,
+    few_at_a_time,
+    lie_on_host,
+    names_of_dtypes,
+    row_by_row,
+)
 from .topology import default_ranks
 from .unit import Unit
 from .units import check_names, named_buffers, named_parameters, walk
@@ -26,6 +36,7 @@ __all__ = [
     "ParameterShard",
     "Runtime",
     "ShardedParameter",
+    "TensorFacts",
     "Unit",
     "check_model",
     "check_names",
@@ -33,16 +44,21 @@ __all__ = [
     "dtype_name",
     "dtype_names",
     "elementwise",
+    "facts_of",
+    "facts_of_tables",
+    "few_at_a_time",
     "is_elementwise_regularizer",
     "joined_to",
     "lie_on_host",
     "local_parameters",
     "named_buffers",
     "named_parameters",
+    "names_of_dtypes",
     "paddle_group",
     "paddle_runtime",
     "paddle_runtime_of",
     "replicated",
+    "row_by_row",
     "runtime_of",
     "shard_model",
     "unshard_model",

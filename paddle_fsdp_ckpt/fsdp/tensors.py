@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import paddle
 
 from ..layout import Range
+
+_FEW = 256
+"""So many tensors that after the first question to all of them what the others ask for is in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What many tensors are; entry ``i`` of each list is of the same one.
+
+    Attributes:
+        addresses: of their first elements.
+        shapes: as Paddle gives them.
+        dtypes: Paddle's.
+        contiguous: whether their values lie one behind the other.
+    """
+
+    addresses: list[int]
+    shapes: list[list[int]]
+    dtypes: list[paddle.dtype]
+    contiguous: list[bool]
+
+
+def few_at_a_time(tensors: Sequence[paddle.Tensor]) -> Iterator[Sequence[paddle.Tensor]]:
+    """Yield some after the other, so few that several questions to all of them take little longer than one."""
+    for first in range(0, len(tensors), _FEW):
+        yield tensors[first : first + _FEW]
+
+
+def facts_of(tensors: Sequence[paddle.Tensor]) -> TensorFacts:
+    """Return what many tensors are; sooner where they stand in the order in which they were made."""
+    addresses: list[int] = []
+    shapes: list[list[int]] = []
+    dtypes: list[paddle.dtype] = []
+    contiguous: list[bool] = []
+    for few in few_at_a_time(tensors):
+        addresses += [one.data_ptr() for one in few]
+        shapes += [one.shape for one in few]
+        dtypes += [one.dtype for one in few]
+        contiguous += [one.is_contiguous() for one in few]
+    return TensorFacts(addresses, shapes, dtypes, contiguous)
+
+
+def facts_of_tables(tables: Sequence[Sequence[paddle.Tensor]]) -> list[TensorFacts]:
+    """Return what the tensors of each table are, such as those of an optimizer, which made what it has of a parameter together."""
+    if len(set(map(len, tables))) > 1:
+        return [facts_of(tensors) for tensors in tables]
+    facts, count = facts_of(row_by_row(tables)), len(tables)
+    return [
+        TensorFacts(facts.addresses[one::count], facts.shapes[one::count], facts.dtypes[one::count], facts.contiguous[one::count])
+        for one in range(count)
+    ]
+
+
+def row_by_row(tables: Sequence[Iterable[paddle.Tensor]]) -> list[paddle.Tensor]:
+    """Return the first tensors of all tables, then the second ones, and so on; an order that their lengths decide."""
+    rows = zip_longest(*tables)
+    return [tensor for row in rows for tensor in row if tensor is not None]
 
 
 def dtype_name(tensor: paddle.Tensor) -> str:
@@ -18,20 +77,22 @@ def dtype_name(tensor: paddle.Tensor) -> str:
 
 def dtype_names(tensors: Sequence[paddle.Tensor]) -> list[str]:
     """Return the same of each of many tensors."""
+    return names_of_dtypes([tensor.dtype for tensor in tensors])
+
+
+def names_of_dtypes(dtypes: Sequence[paddle.dtype]) -> list[str]:
+    """Return Paddle's names of many dtypes."""
     # Paddle has one object for each dtype, and takes long to compare others; list.count looks first whether they are the same.
-    dtypes = [tensor.dtype for tensor in tensors]
     if dtypes and dtypes.count(dtypes[0]) == len(dtypes):
         return [_name_of(dtypes[0])] * len(dtypes)
     names = {number: _name_of(dtype) for number, dtype in {id(one): one for one in dtypes}.items()}
     return [names[id(one)] for one in dtypes]
 
 
-def lie_on_host(tensors: Sequence[paddle.Tensor]) -> bool:
-    """Tell whether the values of all tensors are in this host's memory, those of each one behind the other."""
+def lie_on_host(tensors: Iterable[paddle.Tensor]) -> bool:
+    """Tell whether the values of all tensors are in this host's memory."""
     # From its documentation: nothing where Paddle knows no device but the host. To ask each tensor takes longer than all else.
-    if paddle.device.get_available_device() and not all(tensor.place.is_cpu_place() for tensor in tensors):
-        return False
-    return all(tensor.is_contiguous() for tensor in tensors)
+    return not paddle.device.get_available_device() or all(tensor.place.is_cpu_place() for tensor in tensors)
 
 
 @lru_cache

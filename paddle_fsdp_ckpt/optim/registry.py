@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError
-from ..fsdp import ParameterShard, ShardedParameter
+from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, facts_of_tables
 from .binding import binding_of, optimizer_shards
 from .catalog import StateKind, check_states_known, entry_of, state_name
 from .parameters import SteppedParameter, WholeParameter, parameter_groups
@@ -56,14 +56,16 @@ class StateColumn:
     Attributes:
         suffix: what follows a parameter's name in the state's key.
         kind: one value an element, several, or one a parameter.
-        shards: the parameters.
+        shards: the parameters; one list for all columns that are of the same ones.
         tensors: the live tensor of each.
+        facts: what these are.
     """
 
     suffix: str
     kind: StateKind
     shards: list[SteppedParameter]
     tensors: list[paddle.Tensor]
+    facts: TensorFacts
 
 
 def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | None = None) -> list[OptimizerState]:
@@ -95,22 +97,30 @@ def state_columns(optimizer: Any, parameters: Sequence[SteppedParameter]) -> lis
     """
     kinds = entry_of(optimizer).states
     shards = [shard for shard in parameters if shard.range.numel]
-    masters = optimizer._master_weights
-    owners = [_state_owner(optimizer, shard) for shard in shards]
+    names = [shard.parameter.name for shard in shards]
+    masters = list(map(optimizer._master_weights.get, names))
+    owners = [name if master is None else str(master.name) for name, master in zip(names, masters, strict=True)]
     check_states_known(optimizer)
-    tables = [
-        (f"{state}_0", kinds[state], [tensors.get(owner) for owner in owners])
+    found = [
+        (f"{state}_0", kinds[state], list(map(tensors.get, owners)))
         for accumulator, tensors in optimizer._accumulators.items()
         if (state := state_name(optimizer, accumulator)) in kinds
     ]
-    tables.append((MASTER_WEIGHT_KEY, StateKind.ELEMENTWISE, [masters.get(shard.parameter.name) for shard in shards]))
-    columns = []
-    for suffix, kind, tensors in tables:
-        there = [(shard, tensor) for shard, tensor in zip(shards, tensors, strict=True) if tensor is not None]
-        if there:
-            columns.append(StateColumn(suffix, kind, [shard for shard, _ in there], [tensor for _, tensor in there]))
-            _check_shapes(columns[-1])
-    return columns
+    found.append((MASTER_WEIGHT_KEY, StateKind.ELEMENTWISE, masters))
+    columns: list[tuple[str, StateKind, list[SteppedParameter], list[paddle.Tensor]]] = []
+    for suffix, kind, tensors in found:
+        if type(None) not in set(map(type, tensors)):
+            columns.append((suffix, kind, shards, tensors))
+        else:
+            there = [(shard, tensor) for shard, tensor in zip(shards, tensors, strict=True) if tensor is not None]
+            columns.append((suffix, kind, [shard for shard, _ in there], [tensor for _, tensor in there]))
+    columns = [column for column in columns if column[2]]
+    facts = facts_of_tables([tensors for *_, tensors in columns])
+    expected = _shapes_of_pieces(shards)
+    checked = [StateColumn(*column, its) for column, its in zip(columns, facts, strict=True)]
+    for column in checked:
+        _check_shapes(column, expected if column.shards is shards else _shapes_of_pieces(column.shards))
+    return checked
 
 
 def init_optimizer_state(optimizer: Any) -> None:
@@ -208,15 +218,21 @@ def check_bound(optimizer: Any) -> None:
         )
 
 
-def _check_shapes(column: StateColumn) -> None:
-    suffix, kind = column.suffix, column.kind
-    for shard, tensor in zip(column.shards, column.tensors, strict=True):
-        shape = tensor.shape
+def _shapes_of_pieces(shards: Sequence[SteppedParameter]) -> list[list[int]]:
+    """Return the shape that something elementwise has of each parameter."""
+    return [list(shard.slot.shape) if isinstance(shard, WholeParameter) else [shard.range.numel] for shard in shards]
+
+
+def _check_shapes(column: StateColumn, expected: Sequence[list[int]]) -> None:
+    """Raise where a state is not of the shape that its kind has; ``expected`` is that of elementwise ones."""
+    suffix, kind, shapes = column.suffix, column.kind, column.facts.shapes
+    if shapes == expected if kind is StateKind.ELEMENTWISE else shapes.count([1]) == len(shapes) and kind is StateKind.SCALAR:
+        return
+    for shard, shape, one in zip(column.shards, shapes, expected, strict=True):
         if kind is StateKind.SCALAR:
             fits = shape == [1] or shape == []
         else:
             layers = shape[:1] if kind is StateKind.STACKED else []
-            one = list(shard.slot.shape) if isinstance(shard, WholeParameter) else [shard.range.numel]
             fits = shape == [*layers, *one]
         if not fits:
             raise UnsupportedOptimizerError(

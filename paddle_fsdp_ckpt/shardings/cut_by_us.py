@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +15,16 @@ from ..errors import ShardingError, listing
 from ..fsdp import (
     Communicator,
     KnownSums,
-    LiveBuffer,
     ParameterShard,
     Runtime,
-    dtype_names,
     elementwise,
-    lie_on_host,
     named_buffers,
     replicated,
+    row_by_row,
 )
-from ..layout import ITEM_SIZES, Range
+from ..layout import Range
 from ..optim import OptimizerState, StateKind, SteppedParameter, bound_optimizers, check_bound, entry_of, optimizer_shards, state_columns
+from .places import places_of_cut
 from .sharding import FlatShard, LivePlaces, LiveTables, Sharding, stacked
 
 
@@ -81,16 +79,16 @@ class CutByUs(Sharding):
         return self.runtime.kept
 
     def live_tables(self, optimizers: Sequence[Any], buffers: Sequence[tuple[str, paddle.Tensor]]) -> LiveTables:
-        """Return the shards' pieces, which are where they are for good, buffers, and the optimizers' own tables."""
+        """Return the shards, whose pieces are where they are for good, buffers, and the optimizers' own tables."""
         self.runtime.check_unwritten()
         names: list[object] = [name for name, _ in buffers]
-        tensors = [shard.local for shard in self.runtime.shards if shard.range.numel]
+        tensors = [one.shard for one in self.runtime.buffers]
         tensors += [buffer for _, buffer in buffers]
         for one in optimizers:
             names.append((type(one), one._name))
-            for name, table in (*one._accumulators.items(), ("master weights", one._master_weights)):
-                names.append((name, list(table)))
-                tensors += table.values()
+            tables = [*one._accumulators.items(), ("master weights", one._master_weights)]
+            names += [(name, list(table)) for name, table in tables]
+            tensors += row_by_row([table.values() for _, table in tables])
         return LiveTables(names, tensors)
 
     def live_places(
@@ -99,31 +97,7 @@ class CutByUs(Sharding):
         """Return where the shards' pieces, whole buffers and states are; None where some are on a device, or don't lie as they should."""
         self.runtime.check_unwritten()
         columns = [column for optimizer, parameters in steppers for column in state_columns(optimizer, parameters)]
-        live = [one.shard for one in self.runtime.buffers] + [tensor for _, tensor in buffers]
-        live += [tensor for column in columns for tensor in column.tensors]
-        if any(column.kind is StateKind.STACKED for column in columns) or not lie_on_host(live):
-            return None
-        places = [_places_of_buffer(one) for one in self.runtime.buffers]
-        is_first = [self.communicator.rank == 0] * len(buffers)
-        places.append(_places_of_whole([name for name, _ in buffers], [tensor for _, tensor in buffers], is_first))
-        for column in columns:
-            keys = [f"{one.slot.names[0]}.{column.suffix}" for one in column.shards]
-            if column.kind is StateKind.SCALAR:
-                places.append(_places_of_whole(keys, column.tensors, [one.range.start == 0 for one in column.shards]))
-            else:
-                places.append(
-                    LivePlaces(
-                        keys,
-                        dtype_names(column.tensors),
-                        [one.slot.shape for one in column.shards],
-                        [one.range.start for one in column.shards],
-                        [one.range.stop for one in column.shards],
-                        [tensor.data_ptr() for tensor in column.tensors],
-                        [True] * len(keys),
-                        column.tensors,
-                    )
-                )
-        return places
+        return places_of_cut(self.runtime.buffers, buffers, columns, self.communicator.rank)
 
     def warn_of_cuts(self) -> None:
         """We cut where it loads right."""
@@ -224,27 +198,3 @@ class CutByUs(Sharding):
             changed += own
         self.runtime.given_values.forget(changed)
         self.runtime.parameters_written([shard for shard in changed if id(shard) not in loaded])
-
-
-def _places_of_buffer(buffer: LiveBuffer) -> LivePlaces:
-    """Return where this rank's pieces of a flat buffer's parameters are, under each of their names."""
-    layout = buffer.layout
-    first = buffer.shard.data_ptr() - layout.shard(buffer.communicator.rank).start * ITEM_SIZES[layout.dtype]
-    kept = [(name, one.slot, one.range) for one in buffer.shards if one.range.numel for name in one.slot.names]
-    return LivePlaces(
-        [name for name, _, _ in kept],
-        [layout.dtype] * len(kept),
-        [slot.shape for _, slot, _ in kept],
-        [piece.start for _, _, piece in kept],
-        [piece.stop for _, _, piece in kept],
-        [first + (slot.offset + piece.start) * ITEM_SIZES[layout.dtype] for _, slot, piece in kept],
-        [True] * len(kept),
-        [buffer.shard],
-    )
-
-
-def _places_of_whole(keys: list[str], tensors: list[paddle.Tensor], stored: list[bool]) -> LivePlaces:
-    """Return where tensors are that every rank has whole."""
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    numels = [math.prod(shape) for shape in shapes]
-    return LivePlaces(keys, dtype_names(tensors), shapes, [0] * len(keys), numels, [one.data_ptr() for one in tensors], stored, tensors)
