@@ -12,23 +12,23 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .fsdp import TensorFacts, facts_of, few_at_a_time
-from .host_memory import bytes_of, direct_bytes, is_direct, nbytes_of
+from .host_memory import bytes_of, is_direct, nbytes_of
 from .layout import Range
 from .pieces import Piece
 from .shardings import LiveTables
 from .state_dict import weights_to_store
-from .storage.addresses import bytes_at
 from .storage.flex import piece_of
 from .storage.format import DTYPE_NBYTES, FileRecord
+from .storage.header import in_file_order, pieces_of, place_in_file
 from .storage.plan import Duplicate
 from .storage.reserved_keys import check_not_reserved
-from .storage.writer import FilePlan, estimate_nbytes, plan_file
+from .storage.writer import FilePlan, PlacedPieces, estimate_nbytes, place_pieces, plan_file
 from .subjects import Subjects
 
 
@@ -41,22 +41,24 @@ class _Source(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SavePlan:
-    """What one rank stores, without the tensors themselves.
+class SourcedPlan:
+    """What one rank stores, of tensors that may be anywhere, without the tensors themselves.
 
     Attributes:
         pieces: what is stored.
-        sources: where the bytes of each piece are; needed only without views.
+        sources: where the bytes of each piece are.
         file: how they lie in the file.
         estimated_nbytes: about how many bytes the file will have.
-        views: the bytes of each piece, where they are on this host; they are right as long as no tensor moves.
     """
 
     pieces: Sequence[Piece]
     sources: Sequence[_Source]
     file: FilePlan
     estimated_nbytes: int
-    views: Sequence[memoryview] | None
+
+
+SavePlan: TypeAlias = "PlacedPieces | SourcedPlan"
+"""What one rank stores: the former where all of it is in this host's memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +70,8 @@ class StoredTensors:
 
     def contents(self) -> Iterator[tuple[Piece, memoryview]]:
         """Yield each piece with its bytes: the tensors' own memory, where that is on the host; else copies."""
-        if self.plan.views is not None:
-            yield from zip(self.plan.pieces, self.plan.views, strict=True)
+        if isinstance(self.plan, PlacedPieces):
+            yield from zip(pieces_of(self.plan.start.header), self.plan.places.views(), strict=True)
             return
         for piece, (number, start, nbytes) in zip(self.plan.pieces, self.plan.sources, strict=True):
             tensor = self.tensors[number]
@@ -82,8 +84,8 @@ class StoredTensors:
 
     def values(self) -> Iterator[tuple[Piece, paddle.Tensor | memoryview]]:
         """Yield each piece with its bytes where all are on the host, else with the tensor that holds them, or a view of a part of one."""
-        if self.plan.views is not None:
-            yield from zip(self.plan.pieces, self.plan.views, strict=True)
+        if isinstance(self.plan, PlacedPieces):
+            yield from self.contents()
             return
         for piece, (number, start, nbytes) in zip(self.plan.pieces, self.plan.sources, strict=True):
             tensor = self.tensors[number]
@@ -182,10 +184,10 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
         known = memory.recall(tables)
         if known is not None:
             return StoredTensors(known, tables.tensors)
-        plan = _plan_places(subjects, left_out)
-        if plan is not None:
-            memory.keep(tables, plan)
-            return StoredTensors(plan, tables.tensors)
+        placed = _plan_places(subjects, left_out)
+        if placed is not None:
+            memory.keep(tables, placed)
+            return StoredTensors(placed, tables.tensors)
     weights = {key: weight for key, weight in weights_to_store(subjects, rank).items() if key not in left_out}
     check_not_reserved(weights)
     sources = None if tables is None else _find(weights, tables.tensors)
@@ -198,44 +200,42 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
     return StoredTensors(_plan(weights, whole, tensors), tensors)
 
 
-def _plan_places(subjects: Subjects, left_out: Collection[str]) -> SavePlan | None:
+def _plan_places(subjects: Subjects, left_out: Collection[str]) -> PlacedPieces | None:
     """Plan what :func:`~.state_dict.weights_to_store` describes by where it is, without a tensor for each; None where that isn't known."""
     if subjects.sharding.communicator.replica_count > 1:
         return None
     places = subjects.live_places()
     if places is None:
         return None
-    pieces: list[Piece] = []
-    views: list[memoryview] = []
-    for one in places:
-        for key, dtype, shape, start, stop, address, stored in zip(
-            one.keys, one.dtypes, one.shapes, one.starts, one.stops, one.addresses, one.stored, strict=True
-        ):
-            if not stored or start == stop or key in left_out:
-                continue
-            if dtype not in DTYPE_NBYTES:
-                return None
-            flat = None if stop - start == math.prod(shape) else Range(start, stop)
-            pieces.append(Piece(key, dtype, shape, (0,) * len(shape), shape, flat))
-            views.append(bytes_at(address, (stop - start) * DTYPE_NBYTES[dtype]))
-    keys = {piece.key for piece in pieces}
-    check_not_reserved(keys)
-    if len(keys) < len(pieces):
+    keys, dtypes, shapes, starts, stops = places.keys, places.dtypes, places.shapes, places.starts, places.stops
+    if not DTYPE_NBYTES.keys() >= set(dtypes):
         return None
-    return SavePlan(pieces, (), plan_file(pieces), estimate_nbytes(pieces), views)
+    wanted = [i for i, is_stored in enumerate(places.stored) if is_stored and starts[i] < stops[i] and keys[i] not in left_out]
+    check_not_reserved(keys[i] for i in wanted)
+    if len({keys[i] for i in wanted}) < len(wanted):
+        return None
+    wanted.sort(key=lambda i: place_in_file(dtypes[i]))
+    numels = {shape: math.prod(shape) for shape in set(shapes)}
+
+    def piece(i: int) -> Piece:
+        shape = shapes[i]
+        flat = None if stops[i] - starts[i] == numels[shape] else Range(starts[i], stops[i])
+        return Piece(keys[i], dtypes[i], shape, (0,) * len(shape), shape, flat)
+
+    nbytes = [(stops[i] - starts[i]) * DTYPE_NBYTES[dtypes[i]] for i in wanted]
+    return place_pieces(map(piece, wanted), [places.addresses[i] for i in wanted], nbytes)
 
 
 def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tensors: Sequence[paddle.Tensor]) -> SavePlan:
     pieces = [piece_of(key, weight) for key, weight in weights.items()]
-    views = None
-    if all(is_direct(one) for one in tensors):
-        whole = [direct_bytes(one) for one in tensors]
-        views = [
-            whole[number] if len(whole[number]) == nbytes else whole[number][start : start + nbytes] for number, start, nbytes in sources
-        ]
     # What a file can't hold is said where it is written.
     known = all(piece.dtype in DTYPE_NBYTES for piece in pieces)
-    return SavePlan(pieces, sources, plan_file(pieces if known else []), estimate_nbytes(pieces), views)
+    if known and all(is_direct(one) for one in tensors):
+        order = in_file_order(pieces)
+        first = [one.data_ptr() for one in tensors]
+        addresses = [first[sources[i].tensor] + sources[i].start for i in order]
+        return place_pieces((pieces[i] for i in order), addresses, [sources[i].nbytes for i in order])
+    return SourcedPlan(pieces, sources, plan_file(pieces if known else []), estimate_nbytes(pieces))
 
 
 def _find(weights: Mapping[str, ShardedWeight], tensors: Sequence[paddle.Tensor]) -> list[_Source] | None:

@@ -23,7 +23,7 @@ from .optim import optimizer_list
 from .pieces import Piece
 from .progress import long_progress, watching_file
 from .save_comparison import check_same_saving, describe_own, is_whole
-from .save_plan import KnownIndex, SaveMemory, StoredTensors, headers_of, memory_of, stored_tensors
+from .save_plan import KnownIndex, SaveMemory, SourcedPlan, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
@@ -33,7 +33,7 @@ from .storage.index import CheckpointIndex, read_headers, without_garbage_collec
 from .storage.plan import Duplicate, check_complete
 from .storage.reader import differing_duplicates
 from .storage.reserved_keys import bytes_piece
-from .storage.writer import FileImage, estimate_nbytes, write_image, write_rank_file
+from .storage.writer import FileImage, FilePlan, PlacedPieces, estimate_nbytes, write_image, write_rank_file
 from .subjects import Models, Subjects, check_subjects
 from .version import __version__
 from .warn import warn_caller
@@ -137,22 +137,31 @@ class PreparedSave:
         """How many bytes this rank is about to write, about."""
         return self.stored.plan.estimated_nbytes + estimate_nbytes(self._others())
 
-    def pieces(self) -> list[Piece]:
-        """Return what this rank's file is to hold."""
-        return [*self.stored.plan.pieces, *self._others()]
+    @property
+    def placed(self) -> PlacedPieces | None:
+        """What this rank's file can begin with as it lies in memory; None where all is to be looked at piece by piece."""
+        plan = self.stored.plan
+        return plan if isinstance(plan, PlacedPieces) and plan.start.goes_before(self._others()) else None
+
+    @property
+    def plan(self) -> FilePlan | None:
+        """How the first pieces of :meth:`values` and :meth:`contents` lie, where that was planned."""
+        return self.stored.plan.file if isinstance(self.stored.plan, SourcedPlan) else None
 
     def _others(self) -> list[Piece]:
         return [piece for piece, _ in self.tensors] + [piece for piece, _ in self.data]
 
     def values(self) -> Iterator[tuple[Piece, paddle.Tensor | memoryview]]:
-        """Yield the same with the tensors, or with bytes where there are such."""
-        yield from self.stored.values()
+        """Yield what the file is to hold, with the tensors, or with bytes where there are such; without what is :attr:`placed`."""
+        if self.placed is None:
+            yield from self.stored.values()
         yield from self.tensors
         yield from self.data
 
     def contents(self) -> Iterator[tuple[Piece, memoryview]]:
         """Yield the same with its bytes: the tensors' own memory, where that is on the host; else copies."""
-        yield from self.stored.contents()
+        if self.placed is None:
+            yield from self.stored.contents()
         for piece, tensor in self.tensors:
             yield piece, bytes_of(tensor)
         yield from self.data
@@ -292,7 +301,7 @@ def commit_save(
             if image is not None:
                 return write_image(path, image)
             with without_garbage_collection():
-                return write_rank_file(path, list(prepared.contents()), prepared.stored.plan.file)
+                return write_rank_file(path, list(prepared.contents()), prepared.plan, prepared.placed)
 
     def build_manifest(files: Sequence[FileRecord]) -> Manifest:
         written[:] = files

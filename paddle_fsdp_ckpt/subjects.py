@@ -103,7 +103,7 @@ class Subjects:
         """The keys of what of the model every rank has all of."""
         return set() if self.model is None else self.sharding.whole_keys(self.model)
 
-    def live_places(self) -> list[LivePlaces] | None:
+    def live_places(self) -> LivePlaces | None:
         """Return where this rank keeps all of them, see :meth:`~.shardings.Sharding.live_places`."""
         return self.sharding.live_places(self.buffers, [(one.optimizer, one.parameters) for one in self.steppers])
 

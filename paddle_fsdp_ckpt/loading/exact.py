@@ -6,8 +6,7 @@ all to :mod:`.plan`, which says what.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections.abc import Collection
 
 import numpy as np
 
@@ -56,8 +55,8 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     ranges = find_ranges(table, places, passed_over)
     if ranges is None:
         return None
-    count = sum(len(column.keys) - len(passed_over.intersection(column.keys)) for column in places)
-    reading = RangeReading(count, ranges, [tensor for column in places for tensor in column.tensors])
+    count = len(places.keys) - len(passed_over.intersection(places.keys))
+    reading = RangeReading(count, ranges, places.tensors)
     without_state = [
         one.slot.name
         for stepper, names in zip(subjects.steppers, stored, strict=True)
@@ -92,11 +91,9 @@ def _suffixes(stepper: Stepper) -> list[str]:
     return [*(f"{state}_0" for state in entry_of(stepper.optimizer).states), MASTER_WEIGHT_KEY]
 
 
-def _has_just(index: CheckpointIndex, subjects: Subjects, places: Sequence[LivePlaces]) -> bool:
+def _has_just(index: CheckpointIndex, subjects: Subjects, places: LivePlaces) -> bool:
     """Tell whether the checkpoint's keys are those of the objects, as far as this rank knows them."""
-    expected = subjects.model_keys()
-    for column in places:
-        expected.update(column.keys)
+    expected = subjects.model_keys().union(places.keys)
     # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
     for stepper in subjects.steppers:
         elsewhere = [one.slot.name for one in stepper.parameters if not one.range.numel]
@@ -104,7 +101,7 @@ def _has_just(index: CheckpointIndex, subjects: Subjects, places: Sequence[LiveP
     return expected == index.keys()
 
 
-def find_ranges(table: PieceTable, wanted: Sequence[LivePlaces], passed_over: Collection[str]) -> dict[int, FileRanges] | None:
+def find_ranges(table: PieceTable, wanted: LivePlaces, passed_over: Collection[str]) -> dict[int, FileRanges] | None:
     """Return where the values of some keys lie, by file; None where not all are there, just once, in the dtype and shape that is wanted.
 
     Args:
@@ -112,20 +109,17 @@ def find_ranges(table: PieceTable, wanted: Sequence[LivePlaces], passed_over: Co
         wanted: places of at least one element.
         passed_over: keys among them that are not to be read, but must be there like the others.
     """
-    keys = [key for one in wanted for key in one.keys]
+    keys = wanted.keys
     numbers = looked_up(table.numbers, keys)
     if (numbers < 0).any() or not table.is_whole.all():
         return None
-    dtypes, dtype_names = numbered(dtype for one in wanted for dtype in one.dtypes)
-    shapes, distinct_shapes = numbered(shape for one in wanted for shape in one.shapes)
+    dtypes, dtype_names = numbered(wanted.dtypes)
+    shapes, distinct_shapes = numbered(wanted.shapes)
     # What no key has is -1 here, and no key's number.
     as_stored = looked_up(numbers_of(table.dtypes), dtype_names)[dtypes], looked_up(numbers_of(table.shapes), distinct_shapes)[shapes]
     if (table.key_dtypes[numbers] != as_stored[0]).any() or (table.key_shapes[numbers] != as_stored[1]).any():
         return None
-    starts, stops, addresses = (
-        np.array(list(chain.from_iterable(columns)), np.int64)
-        for columns in ([one.starts for one in wanted], [one.stops for one in wanted], [one.addresses for one in wanted])
-    )
+    starts, stops, addresses = (np.array(one, np.int64) for one in (wanted.starts, wanted.stops, wanted.addresses))
     itemsizes = np.array([DTYPE_NBYTES[name] for name in dtype_names], np.int64)[dtypes]
     which = np.flatnonzero([key not in passed_over for key in keys]) if passed_over else np.arange(len(keys))
     # Each piece of each key that is wanted, by key and place, cut to what is wanted of it.

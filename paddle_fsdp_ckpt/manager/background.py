@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ..errors import CheckpointError
 from ..host_memory import HostMemory, is_on_device
 from ..saving import PreparedSave
+from ..storage.addresses import address_of
 from ..storage.writer import FileImage, lay_out
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
@@ -34,21 +35,24 @@ class HostBuffer:
         Raises:
             ValueError: a file can't hold it.
         """
-        values = list(prepared.values())
-        layout = lay_out([piece for piece, _ in values], prepared.stored.plan.file)
+        placed, values = prepared.placed, list(prepared.values())
+        layout = lay_out([piece for piece, _ in values], prepared.plan, placed)
         nbytes = layout.nbytes
         is_pinned = any(not isinstance(value, memoryview) and is_on_device(value) for _, value in values)
         if nbytes > self._memory.nbytes or is_pinned > self._memory.is_pinned:
             # First without the old one: both together would be twice the memory.
             self._memory = HostMemory(0)
             self._memory = HostMemory(nbytes, is_pinned=is_pinned)
-        start = len(layout.header)
         self._memory.take(memoryview(layout.header), 0)
+        position = len(layout.header)
+        if placed is not None and layout.nbytes_before:
+            placed.places.copy_to(address_of(self._memory.view[position:]))
+            position += layout.nbytes_before
         for number, size in zip(layout.order, layout.sizes, strict=True):
-            self._memory.take(values[number][1], start)
-            start += size
+            self._memory.take(values[number][1], position)
+            position += size
         self._memory.wait()
-        return FileImage(self._memory.view[:nbytes], len(layout.order), len(layout.header))
+        return FileImage(self._memory.view[:nbytes], layout.count, len(layout.header))
 
 
 class Worker:

@@ -93,7 +93,7 @@ class CutByUs(Sharding):
 
     def live_places(
         self, buffers: Sequence[tuple[str, paddle.Tensor]], steppers: Sequence[tuple[Any, Sequence[SteppedParameter]]]
-    ) -> list[LivePlaces] | None:
+    ) -> LivePlaces | None:
         """Return where the shards' pieces, whole buffers and states are; None where some are on a device, or don't lie as they should."""
         self.runtime.check_unwritten()
         columns = [column for optimizer, parameters in steppers for column in state_columns(optimizer, parameters)]

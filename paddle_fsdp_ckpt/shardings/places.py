@@ -17,7 +17,7 @@ from .sharding import LivePlaces
 
 def places_of_cut(
     flat: Sequence[LiveBuffer], whole: Sequence[tuple[str, paddle.Tensor]], columns: Sequence[StateColumn], rank: int
-) -> list[LivePlaces] | None:
+) -> LivePlaces | None:
     """Return where flat buffers' pieces, whole tensors and states are; None where some are on a device, or don't lie as they should.
 
     Args:
@@ -50,7 +50,7 @@ def places_of_cut(
             dtypes, stored = names_of_dtypes(column.facts.dtypes), [True] * len(keys)
             addresses = column.facts.addresses
             places.append(LivePlaces(keys, dtypes, kept.shapes, kept.starts, kept.stops, addresses, stored, column.tensors))
-    return places
+    return LivePlaces.joined(places)
 
 
 @dataclass(frozen=True)

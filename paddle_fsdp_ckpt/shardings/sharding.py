@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any, Protocol
 
 import paddle
@@ -105,6 +106,12 @@ class LivePlaces:
     stored: list[bool]
     tensors: list[paddle.Tensor]
 
+    @classmethod
+    def joined(cls, several: Sequence[LivePlaces]) -> LivePlaces:
+        """Return several as one."""
+        columns = ([*chain.from_iterable(getattr(one, field.name) for one in several)] for field in fields(cls))
+        return cls(*columns)
+
 
 class Sharding(ABC):
     """How a model, and the optimizers that step it, are kept by the ranks."""
@@ -203,7 +210,7 @@ class Sharding(ABC):
 
     def live_places(
         self, buffers: Sequence[tuple[str, paddle.Tensor]], steppers: Sequence[tuple[Any, Sequence[SteppedParameter]]]
-    ) -> list[LivePlaces] | None:
+    ) -> LivePlaces | None:
         """Return where this rank keeps all that :meth:`model_weights` and :meth:`states` describe; None where it can't be said so.
 
         Args:

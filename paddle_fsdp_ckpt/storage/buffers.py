@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
+
+Thing = TypeVar("Thing")
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _SMALL_NBYTES = 32 << 10
@@ -34,26 +37,33 @@ def as_bytes(buffer: object, key: str, what: str = "'{}'") -> memoryview:
 
 
 def together(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield all bytes of the buffers, in order: large buffers as they are, and small ones copied together, as many as make a large one.
+    """Yield all bytes of the buffers, in order: large buffers as they are, and small ones copied together, as many as make a large one."""
+    for some in small_together(buffers, len):
+        yield some[0] if len(some) == 1 else memoryview(b"".join(some))
+
+
+def small_together(things: Iterable[Thing], nbytes_of: Callable[[Thing], int]) -> Iterator[list[Thing]]:
+    """Yield things that have bytes, in order: each large one by itself, and of small ones as many as make a large one.
 
     To hand many small ones over one by one costs more time in Python than to copy them.
     """
-    small: list[memoryview] = []
-    nbytes = 0
-    for buffer in buffers:
-        if len(buffer) < _SMALL_NBYTES:
-            small.append(buffer)
-            nbytes += len(buffer)
-            if nbytes < _TOGETHER_NBYTES:
+    small: list[Thing] = []
+    total = 0
+    for thing in things:
+        nbytes = nbytes_of(thing)
+        if nbytes < _SMALL_NBYTES:
+            small.append(thing)
+            total += nbytes
+            if total < _TOGETHER_NBYTES:
                 continue
-            yield memoryview(b"".join(small))
+            yield small
         else:
             if small:
-                yield memoryview(b"".join(small))
-            yield buffer
-        small, nbytes = [], 0
+                yield small
+            yield [thing]
+        small, total = [], 0
     if small:
-        yield memoryview(b"".join(small))
+        yield small
 
 
 def in_groups(buffers: Iterable[memoryview], nbytes: int) -> Iterator[list[memoryview]]:

@@ -23,11 +23,13 @@ digest is right; a header without them, or that somebody changed, is read as JSO
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
+from ..layout import Range
 from ..pieces import Piece
 from .columns import FileColumns, decode_columns, encode_columns
 from .digests import DIGEST_LENGTH, digest
@@ -57,7 +59,12 @@ _BLOCK_LENGTH = 2048  # pieces in one text of columns
 def in_file_order(pieces: Sequence[Piece]) -> list[int]:
     """Return the positions of the pieces that a file stores, in the order of its data."""
     stored = [i for i, piece in enumerate(pieces) if piece.numel]
-    return sorted(stored, key=lambda i: -DTYPE_NBYTES[pieces[i].dtype])
+    return sorted(stored, key=lambda i: place_in_file(pieces[i].dtype))
+
+
+def place_in_file(dtype: str) -> int:
+    """Return what pieces of a dtype are sorted by: those of larger elements come first, so that each is aligned."""
+    return -DTYPE_NBYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class HeaderPart:
     left: Sequence[Piece] = field(repr=False)
 
 
-def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
+def encode_part(pieces: Iterable[Piece], start: int = 0) -> HeaderPart:
     """Return what a header says about ``pieces``, in the order of :func:`in_file_order`, whose data begin at ``start``.
 
     Raises:
@@ -91,6 +98,8 @@ def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
     """
     entries: list[str] = []
     descriptions: list[str] = []
+    blocks: list[str] = []
+    left: list[Piece] = []
     keys: set[str] = set()
     shapes = _ShapeTexts()
     position = start
@@ -112,15 +121,22 @@ def encode_part(pieces: Sequence[Piece], start: int = 0) -> HeaderPart:
             box = f"{box},{shapes[piece.global_offset]},{shapes[piece.local_shape]}"
         descriptions.append(f"{name}:[{box}]" if flat is None else f"{name}:[{box},[{flat.start},{flat.stop}]]")
         position = stop
-    return HeaderPart(
-        frozenset(keys), start, position, ",".join(entries), encode_basestring(",".join(descriptions))[1:-1], *_in_blocks(pieces)
-    )
+        left.append(piece)
+        if len(left) == _BLOCK_LENGTH:
+            blocks.append(_encode_block(left))
+            left = []
+    return HeaderPart(frozenset(keys), start, position, ",".join(entries), encode_basestring(",".join(descriptions))[1:-1], blocks, left)
 
 
-def _in_blocks(pieces: Sequence[Piece]) -> tuple[list[str], Sequence[Piece]]:
-    """Return the columns of as many pieces as make whole blocks, and those that are left."""
-    whole = len(pieces) - len(pieces) % _BLOCK_LENGTH
-    return [_encode_block(pieces[start : start + _BLOCK_LENGTH]) for start in range(0, whole, _BLOCK_LENGTH)], pieces[whole:]
+def _blocks_behind(first: HeaderPart, second: HeaderPart, pieces: Sequence[Piece]) -> Iterator[str]:
+    """Yield the columns of all that is not in whole blocks of the first part."""
+    blocks, left = second.blocks, second.left
+    if first.left:  # all blocks begin elsewhere
+        left = [*first.left, *pieces]
+        blocks = []
+    yield from blocks
+    for start in range(0, len(left), _BLOCK_LENGTH):
+        yield _encode_block(left[start : start + _BLOCK_LENGTH])
 
 
 def _encode_block(pieces: Sequence[Piece]) -> str:
@@ -154,8 +170,7 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
     if twice:
         raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
     descriptions = ",".join(filter(None, (first.descriptions, second.descriptions)))
-    blocks, left = _in_blocks([*first.left, *pieces]) if first.left else (second.blocks, second.left)
-    columns = ".".join([*first.blocks, *blocks, *([_encode_block(left)] if left else [])])
+    columns = ".".join([*first.blocks, *_blocks_behind(first, second, pieces)])
     entries = "".join(f",{one}" for one in (first.entries, second.entries) if one)
     rest = f'","{_PIECES_KEY}":"{{{descriptions}}}"}}{entries}}}'.encode()
     nbytes = len(_BEFORE_COLUMNS) + DIGEST_LENGTH + len(".") + len(columns) + len(rest)
@@ -167,6 +182,15 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
             f"{MAX_HEADER_NBYTES}; save from more ranks, or with shorter parameter names"
         )
     return len(encoded).to_bytes(LENGTH_NBYTES, "little") + encoded
+
+
+def pieces_of(part: HeaderPart) -> Iterator[Piece]:
+    """Yield the pieces that a part describes, in their order."""
+    texts = [*part.blocks, *([_encode_block(part.left)] if part.left else [])]
+    columns = decode_columns(texts, part.start, part.stop, sys.maxsize)
+    for key, dtype, box, start, stop, _ in columns.entries():
+        flat = None if stop - start == box.numel else Range(start, stop)
+        yield Piece(key, dtype, box.global_shape, box.global_offset, box.local_shape, flat)
 
 
 def header_nbytes(length_field: bytes, file_size: int, where: str) -> int:

@@ -6,9 +6,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from ..pieces import Piece, check_piece
+from .addresses import Places
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, together, write_group
 from .digests import CHUNK_NBYTES, Digester
 from .direct import write_directly
@@ -19,7 +23,12 @@ from .writeback import Writeback
 
 def estimate_nbytes(pieces: Iterable[Piece]) -> int:
     """Return about how many bytes a checkpoint needs for these pieces, with what it says about them; rather too many than too few."""
-    return sum(piece.numel * DTYPE_NBYTES.get(piece.dtype, 0) + 5 * len(piece.key) + 500 for piece in pieces)
+    return sum(piece.numel * DTYPE_NBYTES.get(piece.dtype, 0) + _estimate_description_nbytes(piece.key) for piece in pieces)
+
+
+def _estimate_description_nbytes(key: str) -> int:
+    """Return about how many bytes a checkpoint needs for what it says about one piece."""
+    return 5 * len(key) + 500
 
 
 def record_of(path: Path) -> FileRecord:
@@ -38,6 +47,47 @@ def record_of(path: Path) -> FileRecord:
 
 
 @dataclass(frozen=True)
+class FileStart:
+    """What a rank's file begins with, whatever comes behind it. Made once, it serves every save of the same pieces.
+
+    Attributes:
+        header: what the header says about these pieces.
+        count: how many there are.
+        last_itemsize: bytes an element of the last one; larger ones can't come after it. No piece at all lets any come.
+    """
+
+    header: HeaderPart
+    count: int
+    last_itemsize: int
+
+    def goes_before(self, others: Iterable[Piece]) -> bool:
+        """Tell whether a file that begins so can hold other pieces."""
+        return all(DTYPE_NBYTES.get(piece.dtype, 0) <= self.last_itemsize for piece in others if piece.numel)
+
+
+def plan_start(pieces: Iterable[Piece]) -> FileStart:
+    """Check pieces, all with elements and in the order of a file, and decide what the file begins with.
+
+    Raises:
+        ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
+    """
+    return _start_of(map(_checked, pieces))
+
+
+def _start_of(pieces: Iterable[Piece]) -> FileStart:
+    count, last = 0, max(DTYPE_NBYTES.values())
+
+    def noted() -> Iterator[Piece]:
+        nonlocal count, last
+        for piece in pieces:
+            count, last = count + 1, DTYPE_NBYTES[piece.dtype]
+            yield piece
+
+    header = encode_part(noted())
+    return FileStart(header, count, last)
+
+
+@dataclass(frozen=True)
 class FilePlan:
     """How pieces lie in a rank's file from its first data byte on. Made once, it serves every save of the same pieces.
 
@@ -45,15 +95,13 @@ class FilePlan:
         count: how many pieces there are, those without elements included.
         order: positions, among the pieces, of those that are stored, in the order of the data.
         nbytes: of each of these.
-        header: what the header says about them.
-        last_itemsize: bytes an element of the last one; larger ones can't come after it. No piece at all lets any come.
+        start: what the file begins with.
     """
 
     count: int
     order: Sequence[int] = field(repr=False)
     nbytes: Sequence[int] = field(repr=False)
-    header: HeaderPart
-    last_itemsize: int
+    start: FileStart
 
 
 def plan_file(pieces: Sequence[Piece]) -> FilePlan:
@@ -63,11 +111,38 @@ def plan_file(pieces: Sequence[Piece]) -> FilePlan:
         ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
     """
     order, nbytes = _arrange(pieces)
-    last = DTYPE_NBYTES[pieces[order[-1]].dtype] if order else max(DTYPE_NBYTES.values())
-    return FilePlan(len(pieces), order, nbytes, encode_part([pieces[i] for i in order]), last)
+    return FilePlan(len(pieces), order, nbytes, _start_of(pieces[i] for i in order))
 
 
-def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]], plan: FilePlan | None = None) -> FileRecord:
+@dataclass(frozen=True)
+class PlacedPieces:
+    """Pieces of which the bytes lie at known places of this host's memory.
+
+    Attributes:
+        start: of a file that begins with them.
+        places: where the bytes of each are, in the order of the file; right as long as nothing moves.
+        estimated_nbytes: about how many bytes a checkpoint needs for them.
+    """
+
+    start: FileStart
+    places: Places
+    estimated_nbytes: int
+
+
+def place_pieces(pieces: Iterable[Piece], addresses: Sequence[int], nbytes: Sequence[int]) -> PlacedPieces:
+    """Plan a file that begins with pieces, all with elements and in its order, from the address and the number of bytes of each.
+
+    Raises:
+        ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
+    """
+    start = plan_start(pieces)
+    places = Places(np.array(addresses, np.int64), np.array(nbytes, np.int64))
+    return PlacedPieces(start, places, places.total + sum(map(_estimate_description_nbytes, start.header.keys)))
+
+
+def write_rank_file(
+    path: Path, pieces: Sequence[tuple[Piece, memoryview]], plan: FilePlan | None = None, placed: PlacedPieces | None = None
+) -> FileRecord:
     """Write the pieces into a new file, wait until it is on the disk, and return its record, with the digests of what was written.
 
     The data is handed to the system as it lies in memory, without a copy; only small pieces are put together first, a bounded number of
@@ -78,6 +153,7 @@ def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]], plan
         pieces: each with its C-contiguous bytes in row-major order, ``numel`` times the dtype's size. Any object with the
             buffer protocol will do. Each key at most once.
         plan: of the first of these pieces, or all, where they were planned before.
+        placed: other pieces, which can come before all of these; see :meth:`FileStart.goes_before`.
 
     Raises:
         ValueError: a piece that is no part of its tensor, an unknown dtype, a wrong number of bytes, or a key twice. No file
@@ -85,15 +161,22 @@ def write_rank_file(path: Path, pieces: Sequence[tuple[Piece, memoryview]], plan
         FileExistsError: the file is there already; it was not touched.
         OSError: the system refused, e.g. the disk is full. The file was removed.
     """
-    layout = lay_out([piece for piece, _ in pieces], plan)
-    buffers = [memoryview(layout.header)]
+    layout = lay_out([piece for piece, _ in pieces], plan, placed)
+    before = iter(()) if placed is None else placed.places.buffers()
+    buffers = chain([memoryview(layout.header)], before, _in_layout(pieces, layout))
+    return write_file(path, buffers, layout.count, len(layout.header))
+
+
+def _in_layout(pieces: Sequence[tuple[Piece, memoryview]], layout: FileLayout) -> list[memoryview]:
+    """Return the bytes of pieces in the order in which they lie, all checked."""
+    buffers = []
     for number, size in zip(layout.order, layout.sizes, strict=True):
         piece, data = pieces[number]
         buffer = as_bytes(data, piece.key)
         if len(buffer) != size:
             raise ValueError(f"'{piece.key}' has {len(buffer)} bytes, and {piece.numel} elements of {piece.dtype} are {size}")
         buffers.append(buffer)
-    return write_file(path, buffers, len(layout.order), len(layout.header))
+    return buffers
 
 
 @dataclass(frozen=True)
@@ -104,32 +187,44 @@ class FileLayout:
         header: everything before the data.
         order: positions, among the pieces, of those that are stored, in the order of the data.
         sizes: how many bytes each of these has.
+        count: how many pieces the file holds, those that come before these included.
+        nbytes_before: how many bytes of data come before these.
     """
 
     header: bytes = field(repr=False)
     order: Sequence[int] = field(repr=False)
     sizes: Sequence[int] = field(repr=False)
+    count: int
+    nbytes_before: int = 0
 
     @property
     def nbytes(self) -> int:
         """How large the file is."""
-        return len(self.header) + sum(self.sizes)
+        return len(self.header) + self.nbytes_before + sum(self.sizes)
 
 
-def lay_out(pieces: Sequence[Piece], plan: FilePlan | None = None) -> FileLayout:
-    """Return how pieces lie in a rank's file; ``plan`` as for :func:`write_rank_file`.
+def lay_out(pieces: Sequence[Piece], plan: FilePlan | None = None, placed: PlacedPieces | None = None) -> FileLayout:
+    """Return how pieces lie in a rank's file; ``plan`` and ``placed`` as for :func:`write_rank_file`.
 
     Raises:
         ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
     """
+    if placed is not None:
+        header, order, nbytes = _lay_out_behind(placed.start, pieces)
+        return FileLayout(header, order, nbytes, placed.start.count + len(order), placed.start.header.stop)
     if plan is None:
         plan = plan_file([])
     others = pieces[plan.count :]
-    order, nbytes = _arrange(others)
-    if order and DTYPE_NBYTES[others[order[0]].dtype] > plan.last_itemsize:
+    if not plan.start.goes_before(others):
         return lay_out(pieces)
-    header = encode_header([others[i] for i in order], plan.header)
-    return FileLayout(header, [*plan.order, *(plan.count + i for i in order)], [*plan.nbytes, *nbytes])
+    header, order, nbytes = _lay_out_behind(plan.start, others)
+    order = [*plan.order, *(plan.count + i for i in order)]
+    return FileLayout(header, order, [*plan.nbytes, *nbytes], len(order))
+
+
+def _lay_out_behind(start: FileStart, others: Sequence[Piece]) -> tuple[bytes, list[int], list[int]]:
+    order, nbytes = _arrange(others)
+    return encode_header([others[i] for i in order], start.header), order, nbytes
 
 
 @dataclass(frozen=True)
@@ -166,15 +261,18 @@ def write_image(path: Path, image: FileImage) -> FileRecord:
 
 def _arrange(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
     """Check pieces; return the positions of those that are stored in the order of the data, and their bytes."""
-    for piece in pieces:
-        if piece.dtype not in DTYPE_NBYTES:
-            raise ValueError(f"'{piece.key}' has dtype '{piece.dtype}', and a checkpoint holds only {', '.join(DTYPE_NBYTES)}")
-        check_piece(piece)
-    order = in_file_order(pieces)
+    order = in_file_order([_checked(piece) for piece in pieces])
     return order, [pieces[i].numel * DTYPE_NBYTES[pieces[i].dtype] for i in order]
 
 
-def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, header_nbytes: int = 0) -> FileRecord:
+def _checked(piece: Piece) -> Piece:
+    if piece.dtype not in DTYPE_NBYTES:
+        raise ValueError(f"'{piece.key}' has dtype '{piece.dtype}', and a checkpoint holds only {', '.join(DTYPE_NBYTES)}")
+    check_piece(piece)
+    return piece
+
+
+def write_file(path: Path, buffers: Iterable[memoryview], pieces: int = 0, header_nbytes: int = 0) -> FileRecord:
     """Write 1-D buffers of bytes, one behind the other, into a new file, wait until it is on the disk, and return its record.
 
     Args:
@@ -189,8 +287,8 @@ def write_file(path: Path, buffers: Sequence[memoryview], pieces: int = 0, heade
     """
     digester = Digester(header_nbytes)
     with _new_file(path) as descriptor:
-        _write(descriptor, buffers, digester)
-    return FileRecord(path.name, sum(map(len, buffers)), pieces, digester.finish(), header_nbytes)
+        size = _write(descriptor, buffers, digester)
+    return FileRecord(path.name, size, pieces, digester.finish(), header_nbytes)
 
 
 @contextmanager
@@ -211,12 +309,16 @@ def _new_file(path: Path) -> Iterator[int]:
         raise
 
 
-def _write(descriptor: int, buffers: Sequence[memoryview], digester: Digester) -> None:
-    """Write buffers, one behind the other, and digest them."""
+def _write(descriptor: int, buffers: Iterable[memoryview], digester: Digester) -> int:
+    """Write buffers, one behind the other, and digest them; return how many bytes they have."""
     writeback = Writeback(descriptor)
+    written = 0
     for group in in_groups(together(buffers), CACHED_NBYTES):
         write_group(descriptor, group)
         # Now, while the processor still has these bytes at hand.
         for buffer in group:
             digester.update(buffer)
-        writeback.advance(sum(map(len, group)))
+        nbytes = sum(map(len, group))
+        writeback.advance(nbytes)
+        written += nbytes
+    return written

@@ -79,7 +79,7 @@ def test_ranges_are_found_only_where_each_element_is_stored_just_once(
     table = table_of(columns)
     assert table is not None
     column = LivePlaces(["key"], ["uint8"], [(numel,)], [start], [stop], [1000], [True], [])
-    ranges = find_ranges(table, [column], set())
+    ranges = find_ranges(table, column, set())
     assert (ranges is not None) == bool((times[start:stop] == 1).all())
     if ranges is not None:
         memory = bytearray(stop - start)
