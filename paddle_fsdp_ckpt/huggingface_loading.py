@@ -23,6 +23,7 @@ from .huggingface_reading import Reading
 from .layout import Range
 from .meeting import absolute_path, check_same, open_meeting
 from .pieces import Piece
+from .progress import long_progress
 from .storage.agreement import COORDINATOR, exchange
 from .storage.casts import can_cast
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS
@@ -71,9 +72,12 @@ def load_huggingface(
 
     exchange(rendezvous, f"{token}/prepare", prepare, lambda ranks: _check_alike(planned[0], ranks), timeout_seconds)
     plan = planned[0]
+    progress = long_progress("loading", rendezvous.rank)
+    progress.follow(plan.reading.how_far)
     try:
-        for number in range(plan.reading.steps):
-            exchange(rendezvous, f"{token}/read/{number}", partial(plan.reading.step, number), lambda _: None, timeout_seconds)
+        with progress:
+            for number in range(plan.reading.steps):
+                exchange(rendezvous, f"{token}/read/{number}", partial(plan.reading.step, number), lambda _: None, timeout_seconds)
     except RankFailedError as error:
         if PARTIAL_STATE in str(error):
             raise

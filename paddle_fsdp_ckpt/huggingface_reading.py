@@ -21,6 +21,7 @@ from .host_memory import bytes_of, destinations
 from .layout import Range
 from .meeting import digest_of
 from .storage.casts import as_array
+from .storage.format import DTYPE_NBYTES
 from .storage.index import CheckpointIndex
 from .storage.reader import PARTIAL_STATE
 
@@ -54,6 +55,13 @@ class Reading:
         self._outgoing: paddle.Tensor | None = None
         self._room: AllToAllRoom | None = None
         self._strips: list[_Strip] = []
+        self._nbytes_placed = 0
+        kept = [(target, target.kept.get(communicator.rank)) for target in targets]
+        self._nbytes = sum(part.numel * DTYPE_NBYTES[target.dtype] for target, part in kept if part is not None)
+
+    def how_far(self) -> tuple[int, int]:
+        """Return how many bytes of the model are in their places on this rank, and of how many."""
+        return self._nbytes_placed, self._nbytes
 
     @property
     def steps(self) -> int:
@@ -156,6 +164,7 @@ class Reading:
         with destinations([self._weights[target.key].local_tensor]) as (view,):
             local = LocalValues(self._index, target, target.kept[self._communicator.rank], view)
             yield local
+        self._nbytes_placed += local.numel_placed * DTYPE_NBYTES[target.dtype]
         if local.overflows:
             raise CheckpointError(f"'{target.key}': {local.overflows} values are too large for {target.dtype}; {PARTIAL_STATE}")
 

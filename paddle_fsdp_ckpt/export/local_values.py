@@ -52,6 +52,7 @@ class LocalValues:
 
     Attributes:
         overflows: how many values that were put here were too large for the target's type.
+        numel_placed: how many elements got their values so far.
     """
 
     def __init__(self, index: CheckpointIndex, target: Target, kept: Range, data: memoryview) -> None:
@@ -63,6 +64,7 @@ class LocalValues:
         self._values = as_array(data, target.dtype)
         self._stored = index.dtypes[target.sources[0].name]
         self.overflows = 0
+        self.numel_placed = 0
 
     def read_runs(self) -> None:
         """Read all that comes from sources that lie as the target does: just the bytes of these elements.
@@ -74,6 +76,7 @@ class LocalValues:
         if not runs:
             return
         pieces, starts = [piece for piece, _ in runs], [start for _, start in runs]
+        self.numel_placed += sum(piece.numel for piece in pieces)
         if self._stored == self._target.dtype:
             itemsize = DTYPE_NBYTES[self._stored]
             views = [self._data[start * itemsize : (start + piece.numel) * itemsize] for piece, start in runs]
@@ -124,12 +127,14 @@ class LocalValues:
             matrix = self._values[inner.start * width - kept.start : inner.stop * width - kept.start].reshape(inner.numel, width)
             part = self._converted(values[:, inner.start - rows.start : inner.stop - rows.start])
             copy_transposed(part, matrix[:, first_column : first_column + values.shape[0]])
+            self.numel_placed += part.size
         for row in {kept.start // width, (kept.stop - 1) // width}:
             if rows.start <= row < rows.stop and not whole.start <= row < whole.stop:  # of which the rank keeps a part
                 run = Range(row * width + first_column, row * width + first_column + values.shape[0])
                 common = run.intersect(kept)
                 column = values[common.start - run.start : common.stop - run.start, row - rows.start]
                 self._values[common.start - kept.start : common.stop - kept.start] = self._converted(column)
+                self.numel_placed += column.size
 
     def _converted(self, values: Array) -> Array:
         if self._stored == self._target.dtype:

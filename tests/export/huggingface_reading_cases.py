@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import paddle
@@ -20,6 +21,7 @@ import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.export import row_blocks
 from paddle_fsdp_ckpt.fsdp import Communicator
 from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu
+from paddle_fsdp_ckpt.progress import ProgressLine
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -72,9 +74,11 @@ def reads(change: Callable[[int, int], int] = lambda number, nbytes: nbytes) -> 
 
 
 def load_and_count(path: str, right: Arrays, kind: str, recipe: str) -> Counts:
-    """Load into a model that is cut in one of several ways, in rounds of 2 KiB; each value must be right."""
+    """Load into a model that is cut in one of several ways, in rounds of 2 KiB; each value must be right, and the bar at its end."""
     model = made(right)
-    with paddle_runtime_on_cpu(), small_rounds(512, 2048) as sent, reads() as lengths:
+    looks: list[Callable[[], tuple[int, int]]] = []
+    noting = patch.object(ProgressLine, "follow", lambda line, look: looks.append(look))
+    with paddle_runtime_on_cpu(), small_rounds(512, 2048) as sent, reads() as lengths, noting:
         if kind == "paddle's":
             mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
             dist.auto_parallel.set_mesh(mesh)
@@ -86,7 +90,9 @@ def load_and_count(path: str, right: Arrays, kind: str, recipe: str) -> Counts:
     for name, weight in weights.items():
         values = right[name].reshape(-1)[weight.flattened_range if weight.is_flattened else slice(None)]
         np.testing.assert_array_equal(weight.local_tensor.numpy().reshape(-1), values, err_msg=name)
-    return Counts(sum(lengths), sum(4 * int(weight.local_tensor.size) for weight in weights.values()), sent)
+    kept = sum(4 * int(weight.local_tensor.size) for weight in weights.values())
+    assert [look() for look in looks] == [(kept, kept)]
+    return Counts(sum(lengths), kept, sent)
 
 
 def load_each(models: Mapping[str, Arrays], kind: str, recipe: str) -> list[Counts]:
