@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -229,7 +230,7 @@ def test_a_rank_killed_while_it_writes_is_named_by_all_others(tmp_path: Path, vi
         ({"build_manifest": lambda records: make_manifest(records[:1])}, "other files or ranks"),
         ({"before_manifest": lambda staging, records: (staging / "no" / "such").write_text("x")}, "FileNotFoundError"),
         ({"before_manifest": lambda staging, records: (staging / ".nonce").unlink()}, "FileNotFoundError"),
-        ({"write_files": lambda staging: write_rank_file(staging / f"{id(object())}_0.safetensors", [])}, "must write '1_0.safetensors'"),
+        ({"write_files": lambda staging: write_rank_file(staging / f"{get_ident()}_0.safetensors", [])}, "must write '1_0.safetensors'"),
         ({"write_files": lambda staging: FileRecord("1_0.safetensors", 5, 0)}, r"rank 0 failed: FileNotFoundError|must write '0_0"),
     ],
 )
