@@ -26,17 +26,19 @@ class Board:
     """A VisualDL log: scalars of each save and restore, by step."""
 
     def __init__(self, log: str) -> None:
-        self.writer = LogWriter(logdir=log)
+        # Of several files in a directory a board shows the newest alone, without what a run did before it was resumed.
+        self.writer = LogWriter(logdir=log, file_name="vdlrecords.checkpoints.log")
 
     def __call__(self, event: CheckpointEvent) -> None:
         """Add what a manager tells."""
         scalars = {
             f"{event.kind}/seconds": event.seconds,
             f"{event.kind}/blocked_seconds": event.blocked_seconds,
-            f"{event.kind}/megabytes": event.nbytes / 1e6,
             "steps_kept": len(event.steps),
             **event.metrics,
         }
+        if event.kind == "save":
+            scalars["save/megabytes"] = event.nbytes / 1e6
         for name, value in scalars.items():
             self.writer.add_scalar(tag=f"checkpoints/{name}", step=event.step, value=value)
 
