@@ -17,12 +17,14 @@ import paddle
 import pytest
 from harness import RankPool, this_rank
 from harness.terminal import HAS_BARS, Terminal, is_clean, lines_over, without_rich
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 import paddle_fsdp_ckpt as ckpt
 import paddle_fsdp_ckpt.loading.plan
 import paddle_fsdp_ckpt.loading.planned
 import paddle_fsdp_ckpt.saving
 from paddle_fsdp_ckpt import progress
+from paddle_fsdp_ckpt.manager import trainer_state
 from paddle_fsdp_ckpt.progress import ProgressLine, watching_file
 
 Ranks = Callable[[int], RankPool]
@@ -158,6 +160,40 @@ def test_the_first_rank_shows_saves_and_loads(tmp_path: Path, ranks: Ranks, with
         assert is_clean(shown)
         assert bool(shown) == (with_rich and HAS_BARS)
         assert all(line.startswith(f"{what} ") for line in lines_over(shown) if line)
+
+
+def restore_sharded_on_a_terminal(root: str) -> list[str]:
+    """What this rank's terminal shows while tensors of the user's own are checked and read; each waits until it was shown."""
+    rank = this_rank().rank
+    model = paddle.nn.Linear(3, 4)
+    ckpt.fully_shard(model, optimizer=None)
+    own = paddle.full([1_000_000], 1.0 + rank)
+    shown = []
+    with ckpt.CheckpointManager(root) as checkpoints:
+        sharded = {"average": ShardedWeight("average", own, [1_000_000], [2_000_000], [1_000_000 * rank])}
+        checkpoints.save(1, model=model, sharded=sharded)
+        own.zero_()
+        for name in ("verify_first", "execute_read"):
+            terminal, real = Terminal(), getattr(trainer_state, name)
+
+            def slowly(*args: Any, real: Any = real, terminal: Terminal = terminal, **options: Any) -> None:
+                real(*args, **options)
+                shown.append(terminal.shown("100% 4.0/4.0 MB" if HAS_BARS and rank == 0 else ""))
+
+            with (
+                patch.multiple(progress, **EVERYTHING_IS_LONG),
+                patch.object(sys, "stderr", terminal.stream),
+                patch.object(trainer_state, name, slowly),
+            ):
+                checkpoints.restore(model=model, sharded=sharded)
+    assert (own == 1.0 + rank).all()
+    return shown
+
+
+def test_what_a_manager_restores_besides_is_shown(tmp_path: Path, ranks: Ranks) -> None:
+    first, other = ranks(2).run(restore_sharded_on_a_terminal, str(tmp_path / "root"))
+    assert other == ["", ""]
+    assert [bool(shown) for shown in first] == [HAS_BARS] * 2
 
 
 def save_in_background_on_a_terminal(root: str) -> tuple[str, str]:

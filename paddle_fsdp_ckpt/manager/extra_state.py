@@ -31,7 +31,7 @@ def encode_extra_state(value: Any, where: str) -> bytes:
     Args:
         value: None, bool, int, float, str, numpy arrays and numbers of boolean, integer, floating or complex type, Paddle tensors, and
             lists and dicts (with str keys) of these.
-        where: names it for the messages.
+        where: names it for the messages; empty for a dict whose values are named by their keys.
 
     Raises:
         CheckpointError: it holds something else, such as a tuple, which would come back as a list.
@@ -40,7 +40,7 @@ def encode_extra_state(value: Any, where: str) -> bytes:
     try:
         text = json.dumps(encoder.encode(value, where)).encode()
     except RecursionError:
-        raise CheckpointError(f"{where} is nested beyond reason, or holds itself; nothing was saved") from None
+        raise CheckpointError(f"{where or 'a value'} is nested beyond reason, or holds itself; nothing was saved") from None
     return b"".join([len(text).to_bytes(LENGTH_NBYTES, "little"), text, *encoder.buffers])
 
 
@@ -71,7 +71,7 @@ class _Encoder:
             strange = [key for key in value if type(key) is not str]
             if strange:
                 raise CheckpointError(f"{where} has the key {strange[0]!r:.100}, which is no str; nothing was saved. Use str keys")
-            fields = {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+            fields = {key: self.encode(item, f"{where}[{key!r}]" if where else key) for key, item in value.items()}
             return {_DICT: fields} if _ARRAY in fields or _DICT in fields else fields
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
             kind = "numpy" if isinstance(value, np.ndarray) else "number"
@@ -80,8 +80,8 @@ class _Encoder:
         if isinstance(value, paddle.Tensor) and not value.is_dist() and dtype_name(value) in DTYPE_NBYTES:
             return self._add("paddle", dtype_name(value), list(value.shape), bytes(bytes_of(value)))
         raise CheckpointError(
-            f"{where} is a {type(value).__name__}, which can't be saved; nothing was saved. Use None, bool, int, float, str, numpy arrays "
-            "of numbers, Paddle tensors that are not distributed, and lists and dicts of these"
+            f"{where} is of type {type(value).__name__}, which can't be saved; nothing was saved. Use None, bool, int, float, str, numpy "
+            "arrays of numbers, Paddle tensors that are not distributed, and lists and dicts of these"
         )
 
     def _add(self, kind: str, dtype: str, shape: list[int], data: bytes) -> JsonValue:

@@ -19,6 +19,7 @@ from ..errors import (
 from ..loading import LoadReport, load
 from ..meeting import check_same
 from ..optim import optimizer_list
+from ..progress import long_progress
 from ..storage.agreement import Rendezvous, exchange
 from ..storage.format import JsonValue
 from ..storage.read_lock import reading
@@ -146,9 +147,10 @@ class Restoring:
     ) -> tuple[SavedState, LoadReport, list[str]]:
         token = f"{self.token}/{step}"
         read: list[SavedState] = []
+        rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
 
         def prepare() -> JsonValue:
-            saved = read_trainer_state(path, state, self.rendezvous.rank, self.rendezvous.world_size, random_state=random_state)
+            saved = read_trainer_state(path, state, rank, world_size, long_progress("loading", rank), random_state=random_state)
             if saved.manifest.step != step:
                 raise CorruptCheckpointError(
                     f"'{path}' says that it is step {saved.manifest.step}: somebody renamed it. Give it its name back, or remove it"
@@ -168,7 +170,7 @@ class Restoring:
 
         def finish() -> None:
             try:
-                saved.read_sharded(state)
+                saved.read_sharded(state, long_progress("loading", rank))
                 differences.extend(saved.apply(state))
             except (CheckpointError, OSError) as error:
                 raise CorruptCheckpointError(str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}") from error

@@ -13,8 +13,10 @@ from paddle.optimizer.lr import LRScheduler
 
 from ..errors import CheckpointError, CorruptCheckpointError, MismatchError
 from ..host_memory import destinations
+from ..loading.planned import counter_of
 from ..meeting import digest_of
 from ..optim import describe_grad_scaler, describe_scheduler, restore_grad_scaler, restore_scheduler
+from ..progress import ProgressLine
 from ..saving import Kept
 from ..storage.agreement import COORDINATOR
 from ..storage.flex import piece_of
@@ -71,10 +73,10 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
             "lr_schedulers": write_named({name: describe_scheduler(one) for name, one in state.lr_schedulers.items()}),
             "grad_scaler": write_scalers({name: describe_grad_scaler(one) for name, one in state.grad_scalers.items()}),
         },
-        "extra_state",
+        "",
     )
     encoded_metrics = json.dumps(metrics).encode()
-    own = encode_extra_state({"random": capture_random_state(), "rank_state": rank_state, "sharded": list(state.sharded)}, "rank_state")
+    own = encode_extra_state({"random": capture_random_state(), "rank_state": rank_state, "sharded": list(state.sharded)}, "")
     data = {rank_key(rank): own}
     if rank == COORDINATOR:
         data[COMMON_KEY] = common
@@ -150,15 +152,17 @@ class SavedState:
             differences += restore_random_state(self.random)
         return [text for text in differences if text is not None]
 
-    def read_sharded(self, state: TrainerState) -> None:
+    def read_sharded(self, state: TrainerState, progress: ProgressLine) -> None:
         """Read the sharded tensors into those that were given."""
         if self.reads is not None:
-            with destinations([weight.local_tensor for weight in state.sharded.values()]) as views:
-                execute_read(self.reads, views)
+            with progress, destinations([weight.local_tensor for weight in state.sharded.values()]) as views:
+                execute_read(self.reads, views, on_read=counter_of(progress, self.reads))
 
 
-def read_trainer_state(path: Path, state: TrainerState, rank: int, world_size: int, *, random_state: bool) -> SavedState:
-    """Read what a checkpoint holds for this rank, and check all of it. Nothing is changed.
+def read_trainer_state(
+    path: Path, state: TrainerState, rank: int, world_size: int, progress: ProgressLine, *, random_state: bool
+) -> SavedState:
+    """Read what a checkpoint holds for this rank, and check all of it; ``progress`` shows how far that is. Nothing is changed.
 
     Raises:
         CheckpointError: as :func:`~.loading.load`.
@@ -180,7 +184,7 @@ def read_trainer_state(path: Path, state: TrainerState, rank: int, world_size: i
         not_asked_for += left_names(what, given, saved)
     if missing:
         raise MismatchError(f"'{path}' was saved without {' and '.join(missing)}; nothing was changed. Restore without, or save with")
-    reads, sharded = _plan_sharded(path, state)
+    reads, sharded = _plan_sharded(path, state, progress)
     if not state.sharded and any(one["sharded"] for one in own.values()):
         not_asked_for.append("sharded")
     return SavedState(
@@ -202,7 +206,7 @@ def _random_state(rank: int, world_size: int, manifest: Manifest, own: dict[int,
     return random_state_for(rank, world_size, {number: one["random"] for number, one in own.items()}, manifest.world_size)
 
 
-def _plan_sharded(path: Path, state: TrainerState) -> tuple[ReadPlan | None, list[str]]:
+def _plan_sharded(path: Path, state: TrainerState, progress: ProgressLine) -> tuple[ReadPlan | None, list[str]]:
     """Plan how the sharded tensors are read, check what is read, and return which there are."""
     if not state.sharded:
         return None, []
@@ -211,7 +215,8 @@ def _plan_sharded(path: Path, state: TrainerState) -> tuple[ReadPlan | None, lis
     # What this rank holds nothing of, another one does.
     reads = plan_read(index, pieces, (), index.stored)
     reads.problems.raise_if_any()
-    verify_first(reads)
+    with progress:
+        verify_first(reads, counter_of(progress, reads))
     return reads, sorted(sharded_keys(index))
 
 

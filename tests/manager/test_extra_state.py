@@ -74,13 +74,13 @@ def test_what_is_read_is_owned_and_writable() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({"a": [1, (2, 3)]}, r"x\['a'\]\[1\] is a tuple"),
+        ({"a": [1, (2, 3)]}, r"x\['a'\]\[1\] is of type tuple"),
         ({1: 2}, "the key 1, which is no str"),
-        (np.array(["a"]), "x is a ndarray"),
-        (np.array([object()]), "x is a ndarray"),
-        ({"f": test_any_tree_comes_back}, r"x\['f'\] is a function"),
-        ({1, 2}, "x is a set"),
-        ([paddle.to_tensor(1j)], r"x\[0\] is a Tensor"),
+        (np.array(["a"]), "x is of type ndarray"),
+        (np.array([object()]), "x is of type ndarray"),
+        ({"f": test_any_tree_comes_back}, r"x\['f'\] is of type function"),
+        ({1, 2}, "x is of type set"),
+        ([paddle.to_tensor(1j)], r"x\[0\] is of type Tensor"),
     ],
 )
 def test_other_things_are_refused(value: Any, text: str) -> None:

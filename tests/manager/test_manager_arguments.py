@@ -18,7 +18,7 @@ Ranks = Callable[[int], RankPool]
     [
         ("extra_state", "extra_state, lr_scheduler, grad_scaler and metrics must be the same on all ranks"),
         ("step", "step must be the same on all ranks, and differ: rank 0 1 and rank 1 2"),
-        ("tuple", "rank_state['rank_state'] is a tuple"),
+        ("tuple", "rank_state is of type tuple"),
         ("metrics", "metrics['loss'] is 'low', not a number"),
         ("lr_scheduler", "lr_scheduler: float is not one of paddle.optimizer.lr"),
         ("grad_scaler", "float is not a paddle.amp.GradScaler"),
