@@ -142,27 +142,25 @@ def background(bench: Bench, case: str, size: Size) -> None:
         bench.compare(case, "later, training waits", two.nbytes, contenders)
 
 
-_STEPS_BESIDE = 4
-_STEPS = 16
-
-
-def beside_training(bench: Bench, case: str, model: tuple[int, int], ballast: tuple[int, ...]) -> None:
-    """What a save in the background costs the steps that are trained meanwhile, and one that training waits for, on 2 ranks."""
-    with bench.group("paddle", 2) as group:
+def beside_training(bench: Bench, case: str, model: tuple[int, int], ballast: tuple[int, ...], steps: int, world_size: int) -> None:
+    """What saves in the background cost the steps that are trained meanwhile, and one save in either way the steps behind it."""
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    with bench.group("paddle", world_size) as group:
         group.call(training_side.build, "ours", *model)
         group.call(training_side.steps, 3)
         group.call(training_side.open_managers, bench.fresh("beside"), ballast)
 
-        def train(kind: str | None) -> Callable[[], list[Measurement]]:
-            return _then(lambda: group.call(training_side.steps, _STEPS, kind), lambda: group.call(training_side.wait_for_background))
+        def then_wait(call: Callable[[], list[Measurement]]) -> Callable[[], list[Measurement]]:
+            return _then(call, lambda: group.call(training_side.wait_for_background))
 
-        beside = _then(
-            lambda: group.call(training_side.steps_beside_a_save, _STEPS_BESIDE), lambda: group.call(training_side.wait_for_background)
-        )
-        none = {"no save": lambda: group.call(training_side.steps, _STEPS_BESIDE)}
-        bench.compare(case, f"{_STEPS_BESIDE} steps while a save is written", 0, none | {OURS: beside})
+        each = {
+            "no save": lambda: group.call(training_side.steps_one_by_one, steps, False),
+            OURS: then_wait(lambda: group.call(training_side.steps_one_by_one, steps, True)),
+        }
+        bench.compare(case, f"{steps} steps, all beside a save, {ranks}", 0, each)
         kinds = {"no save": None, f"{OURS}, in the background": "background", f"{OURS}, training waits": "blocking"}
-        bench.compare(case, f"{_STEPS} steps and one save", 0, {name: train(kind) for name, kind in kinds.items()})
+        behind = {name: then_wait(lambda kind=kind: group.call(training_side.steps, steps, kind)) for name, kind in kinds.items()}
+        bench.compare(case, f"one save and {steps} steps, {ranks}", 0, behind)
 
 
 def _then(call: Callable[[], list[Measurement]], after: Callable[[], object]) -> Callable[[], list[Measurement]]:
@@ -216,7 +214,8 @@ def cases(sizes: Mapping[str, Size], quick: bool) -> dict[str, Callable[[Bench],
 
     def both_of_background(bench: Bench) -> None:
         background(bench, "async", sizes["big"])
-        beside_training(bench, "async", *(((32, 2), (2, 16)) if quick else ((256, 4), (3000, 1024, 128))))
+        for world_size in (2, 1):
+            beside_training(bench, "async", *(((32, 2), (1, 16), 4) if quick else ((256, 4), (1500, 1024, 128), 30)), world_size)
 
     return {
         "big": lambda bench: save_and_load(bench, "big", sizes["big"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -115,14 +116,13 @@ def open_managers(root: str, ballast: tuple[int, ...]) -> None:
 
     Args:
         root: where to.
-        ballast: the shape of a tensor of float32, cut over the ranks, that is saved beside the model, so that a save takes many steps.
+        ballast: the shape of a rank's part of a tensor of float32 that is saved beside the model, so that a save takes many steps.
     """
     global _root
     _root = root
-    ranks = dist.get_world_size()
-    own = (ballast[0] // ranks, *ballast[1:])
-    offset = (dist.get_rank() * own[0], *[0] * (len(ballast) - 1))
-    _ballast["ballast"] = ShardedWeight("ballast", paddle.zeros(own), own, (own[0] * ranks, *ballast[1:]), offset)
+    whole = (ballast[0] * dist.get_world_size(), *ballast[1:])
+    offset = (ballast[0] * dist.get_rank(), *[0] * (len(ballast) - 1))
+    _ballast["ballast"] = ShardedWeight("ballast", paddle.zeros(ballast), ballast, whole, offset)
     for kind in _managers:
         _managers[kind] = ckpt.CheckpointManager(f"{root}/{kind}", max_to_keep=1, async_save=kind == "background")
         _save(kind)
@@ -141,13 +141,43 @@ def steps(count: int, kind: str | None = None) -> Measurement:
     return measure(call)
 
 
-def steps_beside_a_save(count: int) -> Measurement:
-    """Train some steps while a save that just began is written."""
-    number = _save("background")
-    measured = steps(count)
-    if (Path(_root) / "background" / f"step_{number:08}").exists():
-        return replace(measured, error="the save was over before the steps were")
-    return measured
+def steps_one_by_one(count: int, beside_saves: bool) -> Measurement:
+    """Train some steps, and add up what each took by itself.
+
+    Args:
+        count: how many.
+        beside_saves: count a step only where a save in the background was being written from its beginning to its end. Where one was not,
+            the next save begins, outside of what is measured; so a disk can be as fast as it likes.
+    """
+    spent: list[tuple[float, float]] = []
+
+    def call() -> None:
+        saves = 0
+        target: Path | None = None
+        while len(spent) < count:
+            if beside_saves and target is None:
+                if saves == count:
+                    raise RuntimeError(f"only {len(spent)} steps ended before a save did, in {saves} saves")
+                wait_for_background()
+                target = Path(_root) / "background" / f"step_{_save('background'):08}"
+                saves += 1
+            cpu_start, start = time.process_time(), time.perf_counter()
+            _step()
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            if target is not None and _is_there(target):
+                target = None
+            else:
+                spent.append((seconds, cpu_seconds))
+
+    return replace(measure(call), seconds=sum(one for one, _ in spent), cpu_seconds=sum(one for _, one in spent))
+
+
+def _is_there(path: Path) -> bool:
+    """Tell whether any rank sees it: they go on alike."""
+    seen = paddle.to_tensor([float(path.exists())])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(seen)
+    return bool(seen.item() > 0)
 
 
 def wait_for_background() -> None:
