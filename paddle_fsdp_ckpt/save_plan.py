@@ -180,7 +180,7 @@ def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()
     tables = subjects.sharding.live_tables([one.optimizer for one in subjects.steppers], subjects.buffers)
     memory = memory_of(subjects)
     if memory is not None and tables is not None:
-        tables.names.append((rank, frozenset(left_out), [[one.slot.name for one in stepper.parameters] for stepper in subjects.steppers]))
+        tables.names.append((rank, frozenset(left_out), [one.names_in_order for one in subjects.steppers]))
         known = memory.recall(tables)
         if known is not None:
             return StoredTensors(known, tables.tensors)

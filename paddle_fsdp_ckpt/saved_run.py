@@ -147,7 +147,9 @@ def describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
     return {
         "class": stepper.cls,
         "groups": [{"parameters": one["parameters"], "settings": one["settings"]} for one in stepper.first_hyperparameters],
-        "without_gradient": [one.slot.name for one in stepper.parameters if not stepper.sharding.has_gradient(one)],
+        "without_gradient": [
+            name for name, one in zip(stepper.names_in_order, stepper.parameters, strict=True) if not stepper.sharding.has_gradient(one)
+        ],
         "learning_rate": describe_learning_rate(stepper.optimizer),
     }
 
@@ -184,8 +186,8 @@ def class_differences(run: SavedRun, index: CheckpointIndex, stepper: Stepper) -
     """
     if run.tied is None:
         return _stock_differences(index, stepper)
-    class_of = {name: one.cls for one in run.optimizers if one.cls is not None for name in one.names}
-    other = sorted({class_of[name] for name in stepper.names if name in class_of} - {stepper.cls})
+    classes = {one.cls for one in run.optimizers if one.cls is not None and not stepper.names.isdisjoint(one.names)}
+    other = sorted(classes - {stepper.cls})
     return [f"it holds the states of {listing(other)}, and the optimizer is {stepper.cls}, whose states are others"] if other else []
 
 
@@ -214,7 +216,7 @@ def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> list[s
     sentences = []
     for stepper in steppers:
         for one in run.optimizers:
-            if stepper.names & one.names:
+            if not stepper.names.isdisjoint(one.names):
                 sentences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
                 break
     return [text for text in sentences if text is not None]

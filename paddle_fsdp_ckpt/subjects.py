@@ -35,10 +35,15 @@ class Stepper:
         """Name of the optimizer's class."""
         return type(self.optimizer).__name__
 
-    @property
-    def names(self) -> set[str]:
-        """The names that carry state."""
-        return {one.slot.name for one in self.parameters}
+    @cached_property
+    def names_in_order(self) -> list[str]:
+        """The names that carry state, one a parameter."""
+        return [one.slot.names[0] for one in self.parameters]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The same as a set."""
+        return frozenset(self.names_in_order)
 
     def hyperparameters(self) -> list[Any]:
         """Return the optimizer's hyper-parameters as they are now, see :func:`~.optim.describe_hyperparameters`."""
@@ -113,9 +118,9 @@ class Subjects:
 
     def tied(self) -> list[list[str]]:
         """Return the sorted names of each tensor of the model that has several."""
-        names: dict[int, list[str]] = {id(named.parameter): list(named.names) for named in self.parameters}
+        names = {id(named.parameter): named.names for named in self.parameters}
         for name, buffer in self.buffers:
-            names.setdefault(id(buffer), []).append(name)
+            names[id(buffer)] = [*names.get(id(buffer), ()), name]
         return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
     def digest(self) -> str:
@@ -123,10 +128,11 @@ class Subjects:
         described: list[object] = [(one.cls, one.first_hyperparameters) for one in self.steppers]
         if self.model is not None:
             # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
-            dtypes = dtype_names([named.parameter for named in self.parameters])
             described += [
-                (named.names, named.parameter.shape if named.names[0] in self.whole_keys else [], dtype)
-                for named, dtype in zip(self.parameters, dtypes, strict=True)
+                [name for named in self.parameters for name in named.names],
+                [named.names for named in self.parameters if len(named.names) > 1],
+                dtype_names([named.parameter for named in self.parameters]),
+                [named.parameter.shape for named in self.parameters if named.names[0] in self.whole_keys],
             ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in self.buffers]
         return hashlib.sha256(repr(described).encode()).hexdigest()
@@ -182,11 +188,9 @@ def check_tensors(model: nn.Layer) -> ModelTensors:
         return tensors
     parameters, buffers = tensors.parameters, tensors.buffers
     check_names(parameters, buffers)
-    strange = [
-        one.names[0]
-        for one in parameters
-        if isinstance(one.parameter, ShardedParameter) and one.parameter._shard.unit.runtime is not runtime
-    ]
+    sharded = [one for one in parameters if isinstance(one.parameter, ShardedParameter)]
+    foreign_units = {unit for unit in {one.parameter._shard.unit for one in sharded} if unit.runtime is not runtime}
+    strange = [one.names[0] for one in sharded if one.parameter._shard.unit in foreign_units] if foreign_units else []
     if strange:
         raise ShardingError(
             f"{type(model).__name__} is a part of a sharded model, or holds one: {listing(strange)}; give the very layer that was given to "
@@ -216,13 +220,15 @@ def check_tensors(model: nn.Layer) -> ModelTensors:
 
 
 def _check_stepped_once(steppers: Iterable[Stepper]) -> None:
+    names = [name for stepper in steppers for name in stepper.names_in_order]
+    if len(set(names)) == len(names):
+        return
     seen: set[str] = set()
     twice: list[str] = []
-    for stepper in steppers:
-        for one in stepper.parameters:
-            if one.slot.name in seen:
-                twice.append(one.slot.name)
-            seen.add(one.slot.name)
+    for name in names:
+        if name in seen:
+            twice.append(name)
+        seen.add(name)
     if twice:
         raise ShardingError(
             f"held twice by the optimizers: {listing(twice)}; their states would have the same names. Give each parameter "

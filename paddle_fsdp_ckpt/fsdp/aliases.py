@@ -63,7 +63,7 @@ def collect_aliases(parameters: Sequence[NamedParameter]) -> list[NamedParameter
         else:
             _check_alike(kept, named)
             kept.names += named.names
-            kept.aliases.append(named)
+            kept.aliases += (named,)
     return found
 
 

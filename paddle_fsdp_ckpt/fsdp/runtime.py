@@ -400,7 +400,7 @@ class Runtime:
         for unit in self.units:
             if not unit.is_filled:
                 for shard in unit.shards:
-                    if shard.index not in self._showing_local:
+                    if shard.parameter._is_initialized() and shard.index not in self._showing_local:
                         shard.check_parked()
 
     def check_closable(self) -> None:

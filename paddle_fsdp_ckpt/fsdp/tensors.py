@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 
 from ..layout import Range
 
+_T = TypeVar("_T")
+
 _FEW = 256
-"""So many tensors that after the first question to all of them what the others ask for is in the processor's cache."""
+"""Of so many tensors, what is asked for is in the processor's cache after the first question to all of them."""
 
 
 @dataclass(frozen=True)
@@ -27,47 +29,37 @@ class TensorFacts:
         contiguous: whether their values lie one behind the other.
     """
 
-    addresses: list[int]
-    shapes: list[list[int]]
-    dtypes: list[paddle.dtype]
-    contiguous: list[bool]
+    addresses: list[int] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    dtypes: list[paddle.dtype] = field(default_factory=list)
+    contiguous: list[bool] = field(default_factory=list)
 
-
-def few_at_a_time(tensors: Sequence[paddle.Tensor]) -> Iterator[Sequence[paddle.Tensor]]:
-    """Yield some after the other, so few that several questions to all of them take little longer than one."""
-    for first in range(0, len(tensors), _FEW):
-        yield tensors[first : first + _FEW]
+    def add(self, few: Sequence[paddle.Tensor], usual: Sequence[list[int]] = ()) -> None:
+        """Add a few tensors. Where their shapes are the usual ones it keeps just those lists, which may be the same for many."""
+        self.addresses.extend([one.data_ptr() for one in few])
+        shapes = [one.shape for one in few]
+        self.shapes.extend(usual if shapes == usual else shapes)
+        self.dtypes.extend([one.dtype for one in few])
+        self.contiguous.extend([one.is_contiguous() for one in few])
 
 
 def facts_of(tensors: Sequence[paddle.Tensor]) -> TensorFacts:
     """Return what many tensors are; sooner where they stand in the order in which they were made."""
-    addresses: list[int] = []
-    shapes: list[list[int]] = []
-    dtypes: list[paddle.dtype] = []
-    contiguous: list[bool] = []
+    facts = TensorFacts()
     for few in few_at_a_time(tensors):
-        addresses += [one.data_ptr() for one in few]
-        shapes += [one.shape for one in few]
-        dtypes += [one.dtype for one in few]
-        contiguous += [one.is_contiguous() for one in few]
-    return TensorFacts(addresses, shapes, dtypes, contiguous)
+        facts.add(few)
+    return facts
 
 
-def facts_of_tables(tables: Sequence[Sequence[paddle.Tensor]]) -> list[TensorFacts]:
-    """Return what the tensors of each table are, such as those of an optimizer, which made what it has of a parameter together."""
-    if len(set(map(len, tables))) > 1:
-        return [facts_of(tensors) for tensors in tables]
-    facts, count = facts_of(row_by_row(tables)), len(tables)
-    return [
-        TensorFacts(facts.addresses[one::count], facts.shapes[one::count], facts.dtypes[one::count], facts.contiguous[one::count])
-        for one in range(count)
-    ]
+def few_at_a_time(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield some after the other, so few that several questions to all of them take little longer than one."""
+    for first in range(0, len(things), _FEW):
+        yield things[first : first + _FEW]
 
 
 def row_by_row(tables: Sequence[Iterable[paddle.Tensor]]) -> list[paddle.Tensor]:
-    """Return the first tensors of all tables, then the second ones, and so on; an order that their lengths decide."""
-    rows = zip_longest(*tables)
-    return [tensor for row in rows for tensor in row if tensor is not None]
+    """Return the first tensors of all tables, then the second ones, and so on: those of an optimizer as it made them, nearly."""
+    return [tensor for row in zip_longest(*tables) for tensor in row if tensor is not None]
 
 
 def dtype_name(tensor: paddle.Tensor) -> str:

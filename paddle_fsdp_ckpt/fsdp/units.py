@@ -16,7 +16,7 @@ ROOT = "(model)"
 """Name of the unit of the parameters that the model itself holds; no layer's name."""
 
 
-@dataclass
+@dataclass(slots=True)
 class NamedParameter:
     """A parameter and all its structured names, in the order in which the model's layers are walked.
 
@@ -28,7 +28,7 @@ class NamedParameter:
 
     parameter: EagerParamBase
     names: list[str]
-    aliases: list[NamedParameter] = field(default_factory=list)
+    aliases: tuple[NamedParameter, ...] = ()
 
 
 @dataclass
@@ -59,18 +59,18 @@ def named_parameters(model: nn.Layer) -> list[NamedParameter]:
     """Return each parameter once, with all its structured names (more than one when tied); running statistics count as buffers."""
     by_id: dict[int, NamedParameter] = {}
     for prefix, layer in walk(model):
-        if not layer._parameters:
+        own = layer._parameters
+        if not own:
             continue
-        has_statistics = isinstance(layer, _NORMS_WITH_STATISTICS)
-        for short_name, parameter in layer._parameters.items():
+        beginning, has_statistics = _beginning(prefix), isinstance(layer, _NORMS_WITH_STATISTICS)
+        for short_name, parameter in own.items():
             if parameter is None or (has_statistics and is_statistic(layer, short_name)):
                 continue
-            name = f"{prefix}.{short_name}" if prefix else short_name
             known = by_id.get(id(parameter))
             if known is None:
-                by_id[id(parameter)] = NamedParameter(parameter, [name])
+                by_id[id(parameter)] = NamedParameter(parameter, [beginning + short_name])
             else:
-                known.names.append(name)
+                known.names.append(beginning + short_name)
     return list(by_id.values())
 
 
@@ -81,7 +81,8 @@ def named_buffers(model: nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
             for short_name, parameter in layer._parameters.items():
                 if parameter is not None and is_statistic(layer, short_name):
                     yield join(prefix, short_name), parameter
-        for short_name, buffer in layer._buffers.items():
+        buffers = layer._buffers
+        for short_name, buffer in buffers.items() if buffers else ():
             if buffer is not None and short_name not in layer._non_persistable_buffer_names_set:
                 yield join(prefix, short_name), buffer
 
@@ -92,9 +93,9 @@ def check_names(parameters: Iterable[NamedParameter], buffers: Iterable[tuple[st
     Raises:
         ShardingError: naming them.
     """
-    seen = Counter(name for named in parameters for name in named.names)
-    seen.update(name for name, _ in buffers)
-    twice = sorted(name for name, count in seen.items() if count > 1)
+    names = [name for named in parameters for name in named.names]
+    names += [name for name, _ in buffers]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1) if len(set(names)) < len(names) else []
     if twice:
         raise ShardingError(
             f"the model has several tensors of one name: {listing(twice)}; is there a dot in a sub-layer's name or a LayerDict's key?"
@@ -155,17 +156,30 @@ def plan_units(
     return ModelPlan(list(plans.values()), list(needed.values()))
 
 
-def walk(model: nn.Layer, prefix: str = "", _above: tuple[int, ...] = ()) -> Iterator[tuple[str, nn.Layer]]:
-    """Yield (structured name, layer) depth first, a layer that hangs in several places once for each."""
-    yield prefix, model
-    for name, child in _children(model):
-        if id(child) not in _above:
-            yield from walk(child, join(prefix, name), (*_above, id(model)))
+def walk(model: nn.Layer) -> list[tuple[str, nn.Layer]]:
+    """Return (structured name, layer) depth first, a layer that hangs in several places once for each."""
+    found: list[tuple[str, nn.Layer]] = []
+
+    def visit(prefix: str, layer: nn.Layer, above: tuple[int, ...]) -> None:
+        found.append((prefix, layer))
+        children = layer._sub_layers
+        if children:
+            beginning, here = _beginning(prefix), (*above, id(layer))
+            for name, child in children.items():
+                if child is not None and id(child) not in above:
+                    visit(beginning + name, child, here)
+
+    visit("", model, ())
+    return found
+
+
+def _beginning(prefix: str) -> str:
+    return f"{prefix}." if prefix else ""
 
 
 def join(prefix: str, name: str) -> str:
     """Join two parts of a structured name."""
-    return f"{prefix}.{name}" if prefix else name
+    return _beginning(prefix) + name
 
 
 _NORMS_WITH_STATISTICS = (nn.BatchNorm, nn.layer.norm._BatchNormBase)

@@ -251,5 +251,5 @@ def _reset_gradients(subjects: Subjects, run: SavedRun) -> None:
     """
     with_gradient = run.with_gradient
     for stepper in subjects.steppers:
-        for one in stepper.parameters:
-            subjects.sharding.reset_gradient(one, one.slot.name in with_gradient)
+        for name, one in zip(stepper.names_in_order, stepper.parameters, strict=True):
+            subjects.sharding.reset_gradient(one, name in with_gradient)

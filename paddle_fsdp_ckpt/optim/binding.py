@@ -97,13 +97,14 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
             f"{type(optimizer).__name__}: {len(foreign)} of its {len(parameters)} parameters are not in a sharded model: "
             f"{listing(foreign)}; shard their model first, and give parameters outside it an optimizer of their own"
         )
-    twice = sorted(name for name, count in Counter(parameter.name for parameter in parameters).items() if count > 1)
+    names = [parameter.name for parameter in parameters]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1) if len(set(names)) < len(names) else []
     if twice:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: it holds several parameters of one Paddle name, so Paddle would share their states: "
             f"{listing(twice)}; give each its own ParamAttr(name=...), or build the layers under different unique_name guards"
         )
-    strange = [p.name for p in parameters if not is_elementwise_regularizer(getattr(p, "regularizer", None))]
+    strange = [p.name for p in parameters if not is_elementwise_regularizer(p.__dict__.get("regularizer"))]
     if strange:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: parameters have a regularizer that is neither L1Decay nor L2Decay, and would see pieces of them: "

@@ -51,20 +51,25 @@ def describe_hyperparameters(optimizer: Any, parameters: Sequence[SteppedParamet
         One dict for each set of parameters with the same settings, in the order of their first: ``{"optimizer": class name,
         "parameters": [structured names], "settings": {name: value}}``. A parameter is in one of them.
     """
-    group_of = {id(parameter): group for group in parameter_groups(optimizer) for parameter in group["params"]}
-    without_groups = next(iter(parameter_groups(optimizer)), {})
+    held = [one.parameter for one in parameters]
+    groups = parameter_groups(optimizer)
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]} if len(groups) > 1 else {}
+    without_groups = next(iter(groups), {})
     described: dict[str, dict[str, JsonValue]] = {}
-    alike: dict[tuple[object, ...], dict[str, JsonValue]] = {}
+    # By traits; parameters with the same ones mostly follow each other.
+    names_of: dict[tuple[object, ...], list[JsonValue]] = {}
     decays = _decays(optimizer, parameters)
-    for one in parameters:
-        group = group_of.get(id(one.parameter), without_groups)
-        traits = _traits(optimizer, group, one, decays)
-        entry = alike.get(traits)
-        if entry is None:
-            settings = dict(sorted(_settings(optimizer, group, one, decays).items()))
-            new: dict[str, JsonValue] = {"optimizer": type(optimizer).__name__, "parameters": [], "settings": settings}
-            entry = alike[traits] = described.setdefault(json.dumps(settings), new)
-        entry["parameters"].append(one.slot.name)
+    last: tuple[object, ...] | None = None
+    names: list[JsonValue] = []
+    for one, traits in zip(parameters, _traits(optimizer, parameters, held, group_of, decays), strict=True):
+        if traits != last:
+            last = traits
+            if traits not in names_of:
+                settings = dict(sorted(_settings(optimizer, group_of.get(id(one.parameter), without_groups), one, decays).items()))
+                new: dict[str, JsonValue] = {"optimizer": type(optimizer).__name__, "parameters": [], "settings": settings}
+                names_of[traits] = described.setdefault(json.dumps(settings), new)["parameters"]
+            names = names_of[traits]
+        names.append(one.slot.names[0])
     return list(described.values())
 
 
@@ -82,20 +87,29 @@ def own_settings(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     return found
 
 
-def _traits(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, decays: Mapping[int, bool]) -> tuple[object, ...]:
-    """Return all by which the settings of one parameter can differ from those of another, in a form that is quick to make."""
-    parameter = one.parameter
-    factor, needs_clip, regularizer = _own(parameter)
-    return (
-        id(group),
-        id(parameter.dtype),  # there is one object for each, and Paddle takes long to compare them
-        factor if type(factor) is float else repr(factor),
-        bool(needs_clip),
-        id(regularizer),
-        decays.get(id(parameter), True),
-        _is_held_itself(one),
-        json.dumps(_lr_ratio(optimizer, one)) if getattr(optimizer, "_lr_ratio", None) is not None else None,
-    )
+def _traits(
+    optimizer: Any,
+    parameters: Sequence[SteppedParameter],
+    held: Sequence[Any],
+    group_of: Mapping[int, Mapping[str, Any]],
+    decays: Mapping[int, bool],
+) -> Iterable[tuple[object, ...]]:
+    """Return of each parameter all by which its settings can differ from those of another, in a form that is quick to make."""
+    own = [_own(parameter) for parameter in held]
+    traits: list[Iterable[object]] = [
+        [id(parameter.dtype) for parameter in held],  # there is one object for each, and Paddle takes long to compare them
+        [factor if type(factor) is float else repr(factor) for factor, _, _ in own],
+        [bool(needs_clip) for _, needs_clip, _ in own],
+        [id(regularizer) for _, _, regularizer in own],
+        [type(one) for one in parameters],
+    ]
+    if group_of:
+        traits.append([id(group_of.get(id(parameter))) for parameter in held])
+    if decays:
+        traits.append([decays.get(id(parameter), True) for parameter in held])
+    if getattr(optimizer, "_lr_ratio", None) is not None:
+        traits.append([json.dumps(_lr_ratio(optimizer, one)) for one in parameters])
+    return zip(*traits, strict=True)
 
 
 def _own(parameter: Any) -> tuple[Any, Any, Any]:
@@ -115,6 +129,8 @@ def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[st
         A sentence for each difference that parameters share: ``AdamW, 12 parameters (first 'a.weight'): weight_decay was saved as 0.1
         and is 0.0 now``.
     """
+    if list(saved) == list(now):
+        return []
     before = {name: entry for entry in saved for name in entry["parameters"]}
     found: dict[tuple[str, str, str, str], list[str]] = {}
     for entry in now:

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError
-from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, facts_of_tables
+from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, few_at_a_time
 from .binding import binding_of, optimizer_shards
 from .catalog import StateKind, check_states_known, entry_of, state_name
 from .parameters import SteppedParameter, WholeParameter, parameter_groups
 
 MASTER_WEIGHT_KEY = "w_0"
 """What follows a parameter's name in the key of its master weight."""
+
+_ONE_VALUE = [1]
+"""The shape that Paddle gives most scalars."""
 
 _GROUP_SETTINGS = ("_beta1", "_beta2", "_epsilon", "_lazy_mode", "_weight_decay", "initial_accumulator_value")
 """What Paddle sets anew on the optimizer itself for each param group that it works on."""
@@ -56,16 +59,23 @@ class StateColumn:
     Attributes:
         suffix: what follows a parameter's name in the state's key.
         kind: one value an element, several, or one a parameter.
-        shards: the parameters; one list for all columns that are of the same ones.
+        shards: the parameters.
         tensors: the live tensor of each.
         facts: what these are.
     """
 
     suffix: str
     kind: StateKind
-    shards: list[SteppedParameter]
-    tensors: list[paddle.Tensor]
-    facts: TensorFacts
+    shards: list[SteppedParameter] = field(default_factory=list)
+    tensors: list[paddle.Tensor] = field(default_factory=list)
+    facts: TensorFacts = field(default_factory=TensorFacts)
+
+    def add(self, few: Sequence[SteppedParameter], tensors: Sequence[paddle.Tensor | None], of_pieces: Sequence[list[int]]) -> None:
+        """Add those of a few parameters that have a tensor, and it; ``of_pieces`` is what :func:`_shapes_of_pieces` says of them all."""
+        there = [tensor for tensor in tensors if tensor is not None]
+        self.shards.extend([shard for shard, tensor in zip(few, tensors, strict=True) if tensor is not None])
+        self.tensors.extend(there)
+        self.facts.add(there, [_ONE_VALUE] * len(there) if self.kind is StateKind.SCALAR else of_pieces)
 
 
 def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | None = None) -> list[OptimizerState]:
@@ -96,31 +106,26 @@ def state_columns(optimizer: Any, parameters: Sequence[SteppedParameter]) -> lis
         UnsupportedOptimizerError: see there.
     """
     kinds = entry_of(optimizer).states
-    shards = [shard for shard in parameters if shard.range.numel]
-    names = [shard.parameter.name for shard in shards]
-    masters = list(map(optimizer._master_weights.get, names))
-    owners = [name if master is None else str(master.name) for name, master in zip(names, masters, strict=True)]
     check_states_known(optimizer)
-    found = [
-        (f"{state}_0", kinds[state], list(map(tensors.get, owners)))
-        for accumulator, tensors in optimizer._accumulators.items()
-        if (state := state_name(optimizer, accumulator)) in kinds
-    ]
-    found.append((MASTER_WEIGHT_KEY, StateKind.ELEMENTWISE, masters))
-    columns: list[tuple[str, StateKind, list[SteppedParameter], list[paddle.Tensor]]] = []
-    for suffix, kind, tensors in found:
-        if type(None) not in set(map(type, tensors)):
-            columns.append((suffix, kind, shards, tensors))
-        else:
-            there = [(shard, tensor) for shard, tensor in zip(shards, tensors, strict=True) if tensor is not None]
-            columns.append((suffix, kind, [shard for shard, _ in there], [tensor for _, tensor in there]))
-    columns = [column for column in columns if column[2]]
-    facts = facts_of_tables([tensors for *_, tensors in columns])
-    expected = _shapes_of_pieces(shards)
-    checked = [StateColumn(*column, its) for column, its in zip(columns, facts, strict=True)]
-    for column in checked:
-        _check_shapes(column, expected if column.shards is shards else _shapes_of_pieces(column.shards))
-    return checked
+    shards = [shard for shard in parameters if shard.range.numel]
+    masters = optimizer._master_weights
+    known = [(state_name(optimizer, accumulator), tensors) for accumulator, tensors in optimizer._accumulators.items()]
+    tables = [(StateColumn(f"{state}_0", kinds[state]), tensors) for state, tensors in known if state in kinds]
+    of_masters = StateColumn(MASTER_WEIGHT_KEY, StateKind.ELEMENTWISE)
+    of_pieces: list[list[int]] = []
+    for few in few_at_a_time(shards):
+        of_few = _shapes_of_pieces(few)
+        of_pieces += of_few
+        names = [shard.parameter.name for shard in few]
+        its_masters = list(map(masters.get, names))
+        owners = [name if master is None else str(master.name) for name, master in zip(names, its_masters, strict=True)]
+        for column, tensors in tables:
+            column.add(few, list(map(tensors.get, owners)), of_few)
+        of_masters.add(few, its_masters, of_few)
+    columns = [column for column in (*(column for column, _ in tables), of_masters) if column.tensors]
+    for column in columns:
+        _check_shapes(column, of_pieces if len(column.shards) == len(shards) else _shapes_of_pieces(column.shards))
+    return columns
 
 
 def init_optimizer_state(optimizer: Any) -> None:
@@ -226,7 +231,7 @@ def _shapes_of_pieces(shards: Sequence[SteppedParameter]) -> list[list[int]]:
 def _check_shapes(column: StateColumn, expected: Sequence[list[int]]) -> None:
     """Raise where a state is not of the shape that its kind has; ``expected`` is that of elementwise ones."""
     suffix, kind, shapes = column.suffix, column.kind, column.facts.shapes
-    if shapes == expected if kind is StateKind.ELEMENTWISE else shapes.count([1]) == len(shapes) and kind is StateKind.SCALAR:
+    if shapes == expected if kind is StateKind.ELEMENTWISE else shapes.count(_ONE_VALUE) == len(shapes) and kind is StateKind.SCALAR:
         return
     for shard, shape, one in zip(column.shards, shapes, expected, strict=True):
         if kind is StateKind.SCALAR:

@@ -119,7 +119,8 @@ class CutByUs(Sharding):
         for one in optimizers:
             check_bound(one)
         held = [optimizer_shards(one) for one in optimizers]
-        foreign = [shard.slot.name for shards in held for shard in shards if shard.unit.runtime is not self.runtime]
+        foreign_units = {unit for unit in {shard.unit for shards in held for shard in shards} if unit.runtime is not self.runtime}
+        foreign = [shard.slot.name for shards in held for shard in shards if shard.unit in foreign_units] if foreign_units else []
         if foreign:
             whose = "of several sharded models, whose names may be the same" if model is None else "of another model than the one given"
             raise ShardingError(
@@ -193,7 +194,7 @@ class CutByUs(Sharding):
         loaded, kept_names = {id(one) for one in stepped}, set(kept)
         changed: list[ParameterShard] = []
         for unit in self.runtime.units:
-            own = [shard for shard in unit.shards if not kept_names.intersection(shard.slot.names)]
+            own = [shard for shard in unit.shards if kept_names.isdisjoint(shard.slot.names)]
             unit.changed(own)
             changed += own
         self.runtime.given_values.forget(changed)

@@ -37,11 +37,10 @@ def places_of_cut(
         _places_of_flat(flat, of_shards),
         _places_of_whole([name for name, _ in whole], tensors, of_tensors, [rank == 0] * len(whole)),
     ]
-    known: dict[int, _Kept] = {}
+    kept = _Kept.of([])
     for column in columns:
-        kept = known.get(id(column.shards))
-        if kept is None:
-            kept = known[id(column.shards)] = _kept_of(column.shards)
+        if column.shards != kept.parameters:
+            kept = _Kept.of(column.shards)
         suffix = f".{column.suffix}"
         keys = [name + suffix for name in kept.names]
         if column.kind is StateKind.SCALAR:
@@ -57,20 +56,22 @@ def places_of_cut(
 class _Kept:
     """What this rank keeps of some parameters; entry ``i`` of each list is of the same one."""
 
+    parameters: Sequence[SteppedParameter]
     names: list[str]
     shapes: list[tuple[int, ...]]
     starts: list[int]
     stops: list[int]
 
-
-def _kept_of(parameters: Sequence[SteppedParameter]) -> _Kept:
-    slots, ranges = [one.slot for one in parameters], [one.range for one in parameters]
-    return _Kept(
-        [slot.names[0] for slot in slots],
-        [slot.shape for slot in slots],
-        [piece.start for piece in ranges],
-        [piece.stop for piece in ranges],
-    )
+    @classmethod
+    def of(cls, parameters: Sequence[SteppedParameter]) -> _Kept:
+        slots, ranges = [one.slot for one in parameters], [one.range for one in parameters]
+        return cls(
+            parameters,
+            [slot.names[0] for slot in slots],
+            [slot.shape for slot in slots],
+            [piece.start for piece in ranges],
+            [piece.stop for piece in ranges],
+        )
 
 
 def _places_of_flat(flat: Sequence[LiveBuffer], facts: TensorFacts) -> LivePlaces:
