@@ -127,12 +127,13 @@ class Subjects:
         """Return a digest of what must be the same on every rank."""
         described: list[object] = [(one.cls, one.first_hyperparameters) for one in self.steppers]
         if self.model is not None:
-            # A sharded model was compared when it was sharded, and its parameters' shapes may be local now.
+            # Shapes and dtypes of a sharded model were compared when it was sharded; what its Parameter objects are now is not stored.
+            whole_keys = self.whole_keys
+            whole = [named.parameter for named in self.parameters if named.names[0] in whole_keys]
             described += [
                 [name for named in self.parameters for name in named.names],
                 [named.names for named in self.parameters if len(named.names) > 1],
-                dtype_names([named.parameter for named in self.parameters]),
-                [named.parameter.shape for named in self.parameters if named.names[0] in self.whole_keys],
+                [(parameter.shape, dtype) for parameter, dtype in zip(whole, dtype_names(whole), strict=True)],
             ]
             described += [(name, buffer.shape, dtype_name(buffer)) for name, buffer in self.buffers]
         return hashlib.sha256(repr(described).encode()).hexdigest()
@@ -196,7 +197,9 @@ def check_tensors(model: nn.Layer) -> ModelTensors:
             f"{type(model).__name__} is a part of a sharded model, or holds one: {listing(strange)}; give the very layer that was given to "
             "fully_shard"
         )
-    plain = [(one.names[0], one.parameter) for one in parameters if not isinstance(one.parameter, ShardedParameter)]
+    plain: list[tuple[str, paddle.Tensor]] = []
+    if len(sharded) < len(parameters):
+        plain += [(one.names[0], one.parameter) for one in parameters if not isinstance(one.parameter, ShardedParameter)]
     if runtime is not None and plain:
         raise ShardingError(
             f"the sharded model has parameters that are not sharded: {listing(name for name, _ in plain)}; change the model "

@@ -57,20 +57,23 @@ class ModelPlan:
 
 def named_parameters(model: nn.Layer) -> list[NamedParameter]:
     """Return each parameter once, with all its structured names (more than one when tied); running statistics count as buffers."""
-    by_id: dict[int, NamedParameter] = {}
+    found: list[NamedParameter] = []
     for prefix, layer in walk(model):
         own = layer._parameters
-        if not own:
-            continue
-        beginning, has_statistics = _beginning(prefix), isinstance(layer, _NORMS_WITH_STATISTICS)
-        for short_name, parameter in own.items():
-            if parameter is None or (has_statistics and is_statistic(layer, short_name)):
-                continue
-            known = by_id.get(id(parameter))
-            if known is None:
-                by_id[id(parameter)] = NamedParameter(parameter, [beginning + short_name])
-            else:
-                known.names.append(beginning + short_name)
+        if own:
+            # Not .values(), which makes a sharded model's whole.
+            named = [(name, one) for name, one in own.items() if one is not None]
+            if isinstance(layer, _NORMS_WITH_STATISTICS):
+                named = [(name, one) for name, one in named if not is_statistic(layer, name)]
+            beginning = _beginning(prefix)
+            found += [NamedParameter(one, [beginning + name]) for name, one in named]
+    if len({id(one.parameter) for one in found}) == len(found):
+        return found
+    by_id: dict[int, NamedParameter] = {}
+    for one in found:
+        known = by_id.setdefault(id(one.parameter), one)
+        if known is not one:
+            known.names += one.names
     return list(by_id.values())
 
 

@@ -89,7 +89,8 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
         UnsupportedOptimizerError: two of them share a name, or one has a regularizer that can't be right on pieces.
     """
     parameters = [parameter for group in parameter_groups(optimizer) for parameter in group["params"]]
-    foreign = [p.name for p in parameters if not (isinstance(p, ShardedParameter) or hasattr(p, "_stays_whole") or id(p) in about_to_shard)]
+    others = [p for p in parameters if not isinstance(p, ShardedParameter)]
+    foreign = [p.name for p in others if not (hasattr(p, "_stays_whole") or id(p) in about_to_shard)]
     if not parameters:
         raise ShardingError(f"{type(optimizer).__name__}: it holds no parameters; give it model.parameters()")
     if foreign:
@@ -97,14 +98,15 @@ def check_parameters(optimizer: Any, about_to_shard: Collection[int] = ()) -> No
             f"{type(optimizer).__name__}: {len(foreign)} of its {len(parameters)} parameters are not in a sharded model: "
             f"{listing(foreign)}; shard their model first, and give parameters outside it an optimizer of their own"
         )
-    names = [parameter.name for parameter in parameters]
+    said = [(parameter.name, parameter.__dict__.get("regularizer")) for parameter in parameters]
+    names = [name for name, _ in said]
     twice = sorted(name for name, count in Counter(names).items() if count > 1) if len(set(names)) < len(names) else []
     if twice:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: it holds several parameters of one Paddle name, so Paddle would share their states: "
             f"{listing(twice)}; give each its own ParamAttr(name=...), or build the layers under different unique_name guards"
         )
-    strange = [p.name for p in parameters if not is_elementwise_regularizer(p.__dict__.get("regularizer"))]
+    strange = [name for name, regularizer in said if regularizer is not None and not is_elementwise_regularizer(regularizer)]
     if strange:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: parameters have a regularizer that is neither L1Decay nor L2Decay, and would see pieces of them: "

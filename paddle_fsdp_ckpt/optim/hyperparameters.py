@@ -80,7 +80,7 @@ def own_settings(parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """
     found: list[tuple[Any, ...]] = []
     for place, parameter in enumerate(parameters):
-        factor, needs_clip, regularizer = _own(parameter)
+        factor, needs_clip, regularizer = _own(parameter.__dict__)
         if factor != 1.0 or needs_clip is not True or regularizer is not None:
             kind, coefficient = type(regularizer).__name__, getattr(regularizer, "_coeff", regularizer)
             found.append((place, _json(factor), bool(needs_clip), kind, coefficient))
@@ -95,14 +95,15 @@ def _traits(
     decays: Mapping[int, bool],
 ) -> Iterable[tuple[object, ...]]:
     """Return of each parameter all by which its settings can differ from those of another, in a form that is quick to make."""
-    own = [_own(parameter) for parameter in held]
+    own = [_own(parameter.__dict__) for parameter in held]
     traits: list[Iterable[object]] = [
-        [id(parameter.dtype) for parameter in held],  # there is one object for each, and Paddle takes long to compare them
         [factor if type(factor) is float else repr(factor) for factor, _, _ in own],
         [bool(needs_clip) for _, needs_clip, _ in own],
         [id(regularizer) for _, _, regularizer in own],
-        [type(one) for one in parameters],
+        map(type, parameters),
     ]
+    if _paddles_class(optimizer) in _ROUNDED:
+        traits.append([id(parameter.dtype) for parameter in held])  # there is one object for each, and Paddle takes long to compare them
     if group_of:
         traits.append([id(group_of.get(id(parameter))) for parameter in held])
     if decays:
@@ -112,9 +113,8 @@ def _traits(
     return zip(*traits, strict=True)
 
 
-def _own(parameter: Any) -> tuple[Any, Any, Any]:
-    """Return what a parameter says for itself: learning rate factor, need_clip, and regularizer."""
-    said = parameter.__dict__
+def _own(said: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return what a parameter with these attributes says for itself: learning rate factor, need_clip, and regularizer."""
     return (said.get("optimize_attr") or _NO_ATTRIBUTES).get("learning_rate", 1.0), said.get("need_clip", True), said.get("regularizer")
 
 
