@@ -103,8 +103,10 @@ def copy_bytes(tensor: paddle.Tensor, block: paddle.Tensor, start: int) -> None:
     nbytes = tensor._numel() * tensor.element_size()
     if nbytes:
         with paddle.no_grad():
-            values = tensor.detach().view([-1]).view("uint8")
-            block._slice(start, start + nbytes).copy_(values, False)
+            values = tensor.detach().view([-1])
+            # Paddle 3.3.1 views a slice of another tensor at a wrong place where the size of an element is another.
+            bits = (values.clone() if values._offset() else values).view("uint8")
+            block._slice(start, start + nbytes).copy_(bits, False)
 
 
 @contextmanager

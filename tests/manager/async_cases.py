@@ -87,7 +87,8 @@ def copy_again(root: str) -> tuple[int, int, int, bool]:
         grown = _status("VmHWM") - before, core.host_memory_stat_peak_value("Allocated", 0) - allocated, traced
     block = paddle.zeros([64], dtype="uint8")
     right = bytearray(64)
-    for start, tensor in enumerate([paddle.arange(6).astype("bfloat16").reshape([2, 3]), paddle.to_tensor([True]), paddle.zeros([0])]):
+    flat = paddle.arange(6).astype("bfloat16")
+    for start, tensor in enumerate([flat.reshape([2, 3]), paddle.to_tensor([True]), paddle.zeros([0]), flat._slice(2, 6)]):
         copy_bytes(tensor, block, 16 * start)
         right[16 * start : 16 * start + len(bytes_of(tensor))] = bytes_of(tensor)
     return *grown, block.numpy().tobytes() == bytes(right)
