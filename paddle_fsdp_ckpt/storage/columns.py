@@ -179,6 +179,8 @@ class _Part:
         self.keys, self.dtypes, outlines = fields
         if set(map(type, self.keys)) != {str}:
             raise ValueError("a key that is no text")
+        if len(outlines) > len(self.keys):  # what is made of an outline takes many times its memory
+            raise ValueError("more outlines than keys")
         if any(type(one) is not str or one not in DTYPE_NBYTES for one in self.dtypes):
             raise ValueError("an unknown dtype")
         self.boxes = [box_of(_outline(one)) for one in outlines]

@@ -169,6 +169,7 @@ def test_columns_are_read_as_the_format_says() -> None:
         ([encode_text(["w"], ["float33"], *GOOD[2:])], 96),
         ([encode_text(["w"], [["float32"]], *GOOD[2:])], 96),
         ([encode_text(["w"], "float32", *GOOD[2:])], 96),
+        ([encode_text(["w"], ["float32"], [*GOOD[2], [[1]]], GOOD[3])], 96),
         *(
             ([encode_text(["w"], ["float32"], outlines, GOOD[3])], 96)
             for outlines in (
