@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ..optim import create_states, drop_states, entry_of
+from ..optim import entry_of, replace_states
 from ..optim.registry import MASTER_WEIGHT_KEY
 from ..saved_run import SavedRun, class_differences
 from ..shardings import LivePlaces
@@ -45,8 +45,7 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
         return None
     stored = [_stored_names(index, stepper) for stepper in subjects.steppers]
     for stepper, names in zip(subjects.steppers, stored, strict=True):
-        drop_states(stepper.optimizer, [one for one in stepper.parameters if one.slot.name not in names])
-        create_states(stepper.optimizer, [one for one in stepper.parameters if one.slot.name in names])
+        replace_states(stepper.optimizer, stepper.parameters, names)
     places = subjects.live_places()
     if places is None or not _has_just(index, subjects, places):
         return None

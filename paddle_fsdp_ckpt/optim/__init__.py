@@ -26,6 +26,7 @@ from .registry import (
     drop_states,
     init_optimizer_state,
     optimizer_states,
+    replace_states,
     state_columns,
     states_restored_on_error,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "parameter_groups",
     "register_optimizer",
     "repair_paddle_runtime",
+    "replace_states",
     "restore_grad_scaler",
     "restore_learning_rate",
     "restore_scheduler",

@@ -189,7 +189,11 @@ def check_optimizer(optimizer: Any, about_to_shard: Collection[int] = ()) -> Non
 
 
 class _Binding:
-    """One bound optimizer."""
+    """One bound optimizer.
+
+    Attributes:
+        has_states: whether some rank keeps states in it, which a rank that keeps nothing of those parameters can't tell by itself.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -200,6 +204,7 @@ class _Binding:
         self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
         self._is_unscaled = False
         self._is_compared = False
+        self.has_states = False
         # A scaler that isn't bound multiplies the marks that it finds for gradients.
         self._sentinels = [shard for shard in (self._shards[0], self._shards[-1]) if not shard.parameter.stop_gradient]
         for shard in self._sentinels:
@@ -260,10 +265,15 @@ class _Binding:
         with ExitStack() as stack:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.stepping(self._settings_now()))
-            warn_without_gradients(f"{type(self._optimizer).__name__}.step", self._shards)
+            self._expect_states("step")
             result = self._step()
         check_states_known(self._optimizer)
         return result
+
+    def _expect_states(self, call: str) -> None:
+        """Take note that what has a gradient will have states; gradients are reduced, so that all ranks know of them."""
+        self.has_states = self.has_states or any(shard.has_gradient for shard in self._shards)
+        warn_without_gradients(f"{type(self._optimizer).__name__}.{call}", self._shards)
 
     def _check_before_step(self) -> None:
         self._check_setting()
@@ -325,7 +335,7 @@ class _Binding:
         for runtime in self._runtimes:
             runtime.begin_step(self._settings_now())
             runtime.gradients_used()
-        warn_without_gradients(f"{type(self._optimizer).__name__}.minimize", self._shards)
+        self._expect_states("minimize")
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]

@@ -6,7 +6,7 @@ It reads the optimizer's own tables, ``_accumulators`` and ``_master_weights``, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,8 +140,20 @@ def init_optimizer_state(optimizer: Any) -> None:
     create_states(optimizer, [shard for shard in optimizer_shards(optimizer) if not shard.parameter.stop_gradient])
 
 
-def create_states(optimizer: Any, wanted: Iterable[SteppedParameter]) -> None:
-    """Create the states of those parameters that have none and of which this rank keeps a piece."""
+def replace_states(optimizer: Any, parameters: Sequence[SteppedParameter], wanted: Collection[str]) -> None:
+    """Let an optimizer have states of just the wanted ones of its parameters, which are named alike on all ranks."""
+    drop_states(optimizer, [one for one in parameters if one.slot.name not in wanted])
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.has_states = False
+    create_states(optimizer, [one for one in parameters if one.slot.name in wanted])
+
+
+def create_states(optimizer: Any, wanted: Sequence[SteppedParameter]) -> None:
+    """Create the states of those parameters, the same on all ranks, that have none and of which this rank keeps a piece."""
+    binding = binding_of(optimizer)
+    if binding is not None and wanted:
+        binding.has_states = True
     block = paddle.static.default_main_program().global_block()
     # Paddle passes these over too, one by one.
     created = optimizer._already_create_accumulator
@@ -173,9 +185,13 @@ def states_restored_on_error(optimizer: Any) -> Iterator[None]:
     created = set(optimizer._already_create_accumulator)
     names = list(optimizer._opti_name_list)
     settings = {name: optimizer.__dict__[name] for name in _GROUP_SETTINGS if name in optimizer.__dict__}
+    binding = binding_of(optimizer)
+    has_states = binding is not None and binding.has_states
     try:
         yield
     except BaseException:
+        if binding is not None:
+            binding.has_states = has_states
         optimizer._accumulators = defaultdict(dict, accumulators)
         optimizer._master_weights = masters
         optimizer._already_create_accumulator = created

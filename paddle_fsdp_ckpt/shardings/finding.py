@@ -97,7 +97,8 @@ def states_of(optimizer: Any) -> dict[str, ShardedWeight]:
         fused.check_process([optimizer])
         return fused.optimizer_sharded_state_dict(optimizer)
     check_bound(optimizer)
-    if not any(optimizer._accumulators.values()) and not optimizer._master_weights:
+    binding = binding_of(optimizer)
+    if binding is not None and not binding.has_states:
         init_optimizer_state(optimizer)
     sharding = CutByUs(optimizer_shards(optimizer)[0].unit.runtime)
     return {state.key: sharding.weight_of(state) for state in optimizer_states(optimizer)}

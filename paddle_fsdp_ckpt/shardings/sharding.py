@@ -14,7 +14,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..fsdp import Communicator, KnownSums, ParameterShard, named_buffers, replicated
 from ..layout import FlatBuffer, Range
-from ..optim import OptimizerState, StateKind, SteppedParameter, create_states, drop_states, optimizer_states
+from ..optim import OptimizerState, StateKind, SteppedParameter, optimizer_states, replace_states
 
 
 class StateLoad(Protocol):
@@ -245,8 +245,7 @@ class Sharding(ABC):
 
     def begin_load(self, optimizer: Any, parameters: Sequence[SteppedParameter], stored: Collection[str]) -> StateLoad:
         """Let an optimizer have states for just the parameters named in ``stored``, and return what to load them into."""
-        drop_states(optimizer, [one for one in parameters if one.slot.name not in stored])
-        create_states(optimizer, [one for one in parameters if one.slot.name in stored])
+        replace_states(optimizer, parameters, stored)
         return _LoadIntoViews({state.key: self.weight_of(state) for state in self.states(optimizer, parameters)})
 
 
