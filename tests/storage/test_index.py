@@ -16,7 +16,7 @@ from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.storage.digests import Digester
 from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES
-from paddle_fsdp_ckpt.storage.index import read_index, read_manifest, without_garbage_collection
+from paddle_fsdp_ckpt.storage.index import read_index, read_manifest
 
 WHOLE = np.arange(24, dtype=np.float32).reshape(4, 6)
 NONCE = "0123456789abcdef"
@@ -54,40 +54,6 @@ def test_collecting_garbage_goes_on_after_an_error(tmp_path: Path, checkpoint: P
     with pytest.raises(IncompleteCheckpointError):
         read_index(checkpoint)
     assert gc.isenabled()
-
-
-def test_what_was_made_meanwhile_is_not_walked_right_afterwards() -> None:
-    collections: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        collections.append(info["collected"])
-
-    frozen = gc.get_freeze_count()
-    gc.callbacks.append(note)
-    try:
-        with without_garbage_collection():
-            kept: list[list[int]] = [[] for _ in range(10 * gc.get_threshold()[0])]
-        more = [kept for _ in range(5)]
-        assert not collections and more
-        cycle: list[object] = []
-        cycle.append(cycle)
-        del cycle
-        gc.collect()  # finds it, and all that was made meanwhile is still collected when it is garbage
-        assert sum(collections) >= 1
-    finally:
-        gc.callbacks.remove(note)
-    assert gc.get_freeze_count() == frozen == 0
-
-
-def test_what_somebody_froze_stays_frozen() -> None:
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with without_garbage_collection():
-            pass
-        assert gc.get_freeze_count() == frozen > 0
-    finally:
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize(
