@@ -118,7 +118,7 @@ def state_columns(optimizer: Any, parameters: Sequence[SteppedParameter]) -> lis
         of_pieces += of_few
         names = [shard.parameter.name for shard in few]
         its_masters = list(map(masters.get, names))
-        owners = [name if master is None else str(master.name) for name, master in zip(names, its_masters, strict=True)]
+        owners = list(map(_state_owner, names, its_masters))
         for column, tensors in tables:
             column.add(few, list(map(tensors.get, owners)), of_few)
         of_masters.add(few, its_masters, of_few)
@@ -170,11 +170,12 @@ def create_states(optimizer: Any, wanted: Sequence[SteppedParameter]) -> None:
 def drop_states(optimizer: Any, unwanted: Iterable[SteppedParameter]) -> None:
     """Forget all states of these parameters; the next step starts them afresh."""
     for shard in unwanted:
-        owner = _state_owner(optimizer, shard)
+        name = shard.parameter.name
+        owner = _state_owner(name, optimizer._master_weights.get(name))
         for tensors in optimizer._accumulators.values():
             tensors.pop(owner, None)
-        optimizer._master_weights.pop(shard.parameter.name, None)
-        optimizer._already_create_accumulator.discard(shard.parameter.name)
+        optimizer._master_weights.pop(name, None)
+        optimizer._already_create_accumulator.discard(name)
 
 
 @contextmanager
@@ -219,10 +220,8 @@ def _showing_local(shards: Sequence[ParameterShard]) -> Iterator[None]:
             shard.hide_local()
 
 
-def _state_owner(optimizer: Any, shard: SteppedParameter) -> str:
-    """Return the name under which the parameter's states are filed: its master weight's where there is one."""
-    name: str = shard.parameter.name
-    master = optimizer._master_weights.get(name)
+def _state_owner(name: str, master: paddle.Tensor | None) -> str:
+    """Return the name under which the states of a parameter of this name are filed: its master weight's where there is one."""
     return name if master is None else str(master.name)
 
 

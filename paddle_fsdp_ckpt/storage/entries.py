@@ -26,6 +26,11 @@ class Box(NamedTuple):
     local_shape: tuple[int, ...]
     numel: int
 
+    def part(self, key: str, dtype: str, start: int, stop: int) -> Piece:
+        """Return the readable form of a flat range of the box; one over all of it is given as the box."""
+        flat_range = None if stop - start == self.numel else Range(start, stop)
+        return Piece(key, dtype, self.global_shape, self.global_offset, self.local_shape, flat_range)
+
 
 Entry: TypeAlias = "tuple[str, str, Box, int, int, int]"
 """One stored piece: key, dtype, box, first and past-the-last element of the box (0 and ``box.numel`` for the whole of it, which is also

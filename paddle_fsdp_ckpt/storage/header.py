@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
-from ..layout import Range
 from ..pieces import Piece
 from .columns import FileColumns, decode_columns, encode_columns
 from .digests import DIGEST_LENGTH, digest
@@ -185,12 +184,10 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
 
 
 def pieces_of(part: HeaderPart) -> Iterator[Piece]:
-    """Yield the pieces that a part describes, in their order."""
+    """Return the pieces that a part describes, in their order."""
     texts = [*part.blocks, *([_encode_block(part.left)] if part.left else [])]
     columns = decode_columns(texts, part.start, part.stop, sys.maxsize)
-    for key, dtype, box, start, stop, _ in columns.entries():
-        flat = None if stop - start == box.numel else Range(start, stop)
-        yield Piece(key, dtype, box.global_shape, box.global_offset, box.local_shape, flat)
+    return (box.part(key, dtype, start, stop) for key, dtype, box, start, stop, _ in columns.entries())
 
 
 def header_nbytes(length_field: bytes, file_size: int, where: str) -> int:

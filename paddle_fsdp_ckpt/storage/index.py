@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
-from ..layout import Range
 from ..pieces import Piece
 from .columns import FileColumns, columns_of
 from .digests import digest
@@ -111,8 +110,7 @@ class CheckpointIndex:
     def piece(self, key: str, stored: Stored) -> Piece:
         """Return the readable form of one of the pieces in ``stored[key]``."""
         _, box, start, stop, _ = stored
-        flat_range = None if stop - start == box.numel else Range(start, stop)
-        return Piece(key, self.dtypes[key], box.global_shape, box.global_offset, box.local_shape, flat_range)
+        return box.part(key, self.dtypes[key], start, stop)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -65,16 +65,8 @@ class FileStart:
         return all(DTYPE_NBYTES.get(piece.dtype, 0) <= self.last_itemsize for piece in others if piece.numel)
 
 
-def plan_start(pieces: Iterable[Piece]) -> FileStart:
-    """Check pieces, all with elements and in the order of a file, and decide what the file begins with.
-
-    Raises:
-        ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
-    """
-    return _start_of(map(_checked, pieces))
-
-
 def _start_of(pieces: Iterable[Piece]) -> FileStart:
+    """Return what a file begins with: checked pieces, all with elements and in its order, which may be made one by one."""
     count, last = 0, max(DTYPE_NBYTES.values())
 
     def noted() -> Iterator[Piece]:
@@ -135,7 +127,7 @@ def place_pieces(pieces: Iterable[Piece], addresses: Sequence[int], nbytes: Sequ
     Raises:
         ValueError: a piece that is no part of its tensor, an unknown dtype, or a key twice.
     """
-    start = plan_start(pieces)
+    start = _start_of(map(_checked, pieces))
     places = Places(np.array(addresses, np.int64), np.array(nbytes, np.int64))
     return PlacedPieces(start, places, places.total + sum(map(_estimate_description_nbytes, start.header.keys)))
 
