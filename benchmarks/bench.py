@@ -6,95 +6,62 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from .group import Group
 from .measure import Measurement, of_all_ranks
+from .results import Result
+from .steadiness import SameWork
 
 OURS = "this package"
 PLAIN = "plain"
 
 
-@dataclass
-class Result:
-    """What one contender needed for one operation, round by round.
-
-    Attributes:
-        case: the case's name.
-        operation: what was done.
-        contender: who did it.
-        nbytes: how many bytes all ranks had together.
-        rounds: what each cost, the largest figure of all ranks.
-    """
-
-    case: str
-    operation: str
-    contender: str
-    nbytes: int
-    rounds: list[Measurement] = field(default_factory=list)
-
-    @property
-    def error(self) -> str | None:
-        """What it raised, if it did."""
-        return next((one.error for one in self.rounds if one.error is not None), None)
-
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return median(one.seconds for one in self.rounds)
-
-    @property
-    def cpu_seconds(self) -> float:
-        """The median, of the rank that needed most."""
-        return median(one.cpu_seconds for one in self.rounds)
-
-    @property
-    def extra_nbytes(self) -> int:
-        """The most."""
-        return max(one.extra_nbytes for one in self.rounds)
-
-
 class Bench:
-    """One run of the benchmarks.
+    """One run of one case.
 
     Args:
+        case: its name, to say how far it is.
         directory: where to write; it is there and empty.
         repeats: how many rounds.
         patience_seconds: a contender that has needed as much for an operation is not asked again.
         with_torch: whether PyTorch is there.
     """
 
-    def __init__(self, directory: Path, repeats: int, patience_seconds: float, with_torch: bool) -> None:
+    def __init__(self, case: str, directory: Path, repeats: int, patience_seconds: float, with_torch: bool) -> None:
         self.directory = directory
         self.repeats = repeats
         self.with_torch = with_torch
         self.results: list[Result] = []
+        self.same_work = SameWork()
+        self._case = case
         self._patience = patience_seconds
 
     def compare(
-        self, case: str, operation: str, nbytes: int, contenders: Mapping[str, Callable[[], list[Measurement]]], repeats: int | None = None
+        self, operation: str, nbytes: int, contenders: Mapping[str, Callable[[], list[Measurement]]], repeats: int | None = None
     ) -> None:
         """Let contenders take turns.
 
         Args:
-            case: for the results, as the following.
             operation: what is done.
             nbytes: that all ranks have together.
-            contenders: what each does in a round, on all its ranks.
+            contenders: what each does in a round, on all its ranks; the first is what others are compared with.
             repeats: other than this run's.
         """
-        results = {name: Result(case, operation, name, nbytes) for name in contenders}
+        results = {name: Result(operation, name, nbytes) for name in contenders}
         for _ in range(repeats or self.repeats):
+            self.same_work.do()
             for name, call in contenders.items():
-                spent = sum(one.seconds for one in results[name].rounds)
-                if spent < self._patience and results[name].error is None:
-                    results[name].rounds.append(of_all_ranks(call()))
+                rounds = results[name].rounds
+                spent = sum(one.seconds for one in rounds)
+                if not rounds or (spent < self._patience and results[name].error is None):
+                    rounds.append(of_all_ranks(call()))
         self.results += results.values()
         for one in results.values():
-            text = one.error or f"{one.seconds:9.3f} s, {one.extra_nbytes >> 20:5d} MiB more"
-            print(f"{time.strftime('%H:%M:%S')} {case:8} {operation:24} {one.contender:28} {text} ({len(one.rounds)})", file=sys.stderr)
+            text = one.error or f"{one.seconds.value:9.3f} s, {one.extra_nbytes >> 20:5d} MiB more"
+            print(
+                f"{time.strftime('%H:%M:%S')} {self._case:10} {operation:24} {one.contender:28} {text} ({len(one.rounds)})", file=sys.stderr
+            )
 
     def group(self, framework: str, world_size: int) -> Group:
         """Start the ranks of a job."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from . import paddle_side, plain, training_side
 from .bench import OURS, PLAIN, Bench
 from .group import Group
 from .measure import Measurement
-from .sizes import Size
+from .sizes import FULL, QUICK, Size
 
 DCP = "PyTorch FSDP2 + DCP"
 STOCK = "stock Paddle, safetensors"
@@ -33,8 +35,18 @@ class _Jobs:
         if self.torch is not None:
             self.torch.call(_torch_side().build, size)
 
-    def save(self, case: str, operation: str, *, saved_as: str, with_distcp: bool = True, repeats: int | None = None) -> None:
+    def save(self, operation: str, *, saved_as: str, with_distcp: bool = True, repeats: int | None = None) -> None:
         """Save with everybody, each to ``NAME-saved_as``, and wait for the disk."""
+        self.bench.compare(operation, self.nbytes, self._savers(saved_as, with_distcp), repeats)
+        plain.sync(self.bench.path(f"ours-{saved_as}"))
+
+    def save_unmeasured(self, *, saved_as: str) -> None:
+        """Save once with everybody from whom :meth:`load` loads."""
+        for name, save in self._savers(saved_as, with_distcp=False).items():
+            if name != PLAIN:
+                save()
+
+    def _savers(self, saved_as: str, with_distcp: bool) -> dict[str, Callable[[], list[Measurement]]]:
         fresh, paddle_job = self.bench.fresh, self.paddle
         contenders: dict[str, Callable[[], list[Measurement]]] = {
             PLAIN: lambda: paddle_job.call(plain.write, fresh(f"plain-{saved_as}"), self.nbytes // self.world_size),
@@ -43,11 +55,9 @@ class _Jobs:
         }
         if with_distcp:
             contenders[DISTCP] = lambda: paddle_job.call(paddle_side.stock_save, fresh(f"distcp-{saved_as}"), False)
-        contenders |= self._torch(lambda job, side: job.call(side.save, fresh(f"dcp-{saved_as}")))
-        self.bench.compare(case, operation, self.nbytes, contenders, repeats)
-        plain.sync(self.bench.path(f"ours-{saved_as}"))
+        return contenders | self._torch(lambda job, side: job.call(side.save, fresh(f"dcp-{saved_as}")))
 
-    def load(self, case: str, operation: str, *, saved_as: str) -> None:
+    def load(self, operation: str, *, saved_as: str) -> None:
         """Load with everybody what each saved as ``NAME-saved_as``."""
         path, paddle_job = self.bench.path, self.paddle
         files = sorted(str(file) for file in Path(path(f"ours-{saved_as}")).glob("*.safetensors"))
@@ -58,9 +68,9 @@ class _Jobs:
             STOCK: lambda: paddle_job.call(paddle_side.stock_load, path(f"stock-{saved_as}")),
         }
         contenders |= self._torch(lambda job, side: job.call(side.load, path(f"dcp-{saved_as}")))
-        self.bench.compare(case, operation, self.nbytes, contenders)
+        self.bench.compare(operation, self.nbytes, contenders)
 
-    def load_cold(self, case: str, saved_as: str) -> None:
+    def load_cold(self, saved_as: str) -> None:
         """Load and read what the kernel no longer has in memory."""
         directory = self.bench.path(f"ours-{saved_as}")
         files = sorted(str(file) for file in Path(directory).glob("*.safetensors"))
@@ -76,7 +86,7 @@ class _Jobs:
             PLAIN: cold(lambda: self.paddle.call(plain.read, files, self.world_size)),
             OURS: cold(lambda: self.paddle.call(paddle_side.load, directory)),
         }
-        self.bench.compare(case, f"load, cold, {self.world_size} ranks", self.nbytes, contenders)
+        self.bench.compare(f"load, cold, {self.world_size} ranks", self.nbytes, contenders)
 
     def _torch(self, call: Callable[[Group, Any], list[Measurement]]) -> dict[str, Callable[[], list[Measurement]]]:
         if self.torch is None:
@@ -90,37 +100,44 @@ def _torch_side() -> Any:
     return importlib.import_module("benchmarks.torch_side")
 
 
-def save_and_load(bench: Bench, case: str, size: Size) -> None:
+def save_and_load(bench: Bench, size: Size, with_cold: bool) -> None:
     """Save from 2 ranks, load into 2, 1 and 3; save from 1, load into 2."""
     with ExitStack() as stack:
         two = _Jobs(bench, stack, size, 2)
-        two.save(case, "save, 2 ranks", saved_as="of2")
-        two.load(case, "load, 2 to 2 ranks", saved_as="of2")
-        if case == "big":
-            two.load_cold(case, "of2")
+        two.save("save, 2 ranks", saved_as="of2")
+        two.load("load, 2 to 2 ranks", saved_as="of2")
+        if with_cold:
+            two.load_cold("of2")
         with ExitStack() as inner:
             one = _Jobs(bench, inner, size, 1)
-            one.load(case, "load, 2 to 1 ranks", saved_as="of2")
+            one.load("load, 2 to 1 ranks", saved_as="of2")
             # Stock Paddle copies a flat buffer for each view of it that it pickles: several GB on one rank.
-            one.save(case, "save, 1 rank", saved_as="of1", with_distcp=False, repeats=1)
-        two.load(case, "load, 1 to 2 ranks", saved_as="of1")
+            one.save("save, 1 rank", saved_as="of1", with_distcp=False, repeats=1)
+        two.load("load, 1 to 2 ranks", saved_as="of1")
     with ExitStack() as stack:
-        _Jobs(bench, stack, size, 3).load(case, "load, 2 to 3 ranks", saved_as="of2")
+        _Jobs(bench, stack, size, 3).load("load, 2 to 3 ranks", saved_as="of2")
 
 
-def many_keys(bench: Bench, case: str, size: Size) -> None:
-    """Save from 2 ranks, the first time and later; read the index; load into 1 rank."""
+def save_many_keys(bench: Bench, size: Size) -> None:
+    """Save from 2 ranks, the first time and later; read the index."""
     with ExitStack() as stack:
         two = _Jobs(bench, stack, size, 2)
-        bench.compare(case, "first save, 2 ranks", two.nbytes, {OURS: lambda: two.paddle.call(paddle_side.save, bench.fresh("first"))}, 1)
-        two.save(case, "save, 2 ranks", saved_as="of2")
+        bench.compare("first save, 2 ranks", two.nbytes, {OURS: lambda: two.paddle.call(paddle_side.save, bench.fresh("first"))}, 1)
+        two.save("save, 2 ranks", saved_as="of2")
+    with bench.group("paddle", 1) as one:
+        nbytes = sum(one.call(paddle_side.build, size))
+        bench.compare("read the index", nbytes, {OURS: lambda: one.call(paddle_side.index, bench.path("ours-of2"))})
+
+
+def load_many_keys(bench: Bench, size: Size) -> None:
+    """Load into 1 rank what 2 saved."""
     with ExitStack() as stack:
-        one = _Jobs(bench, stack, size, 1)
-        bench.compare(case, "read the index", one.nbytes, {OURS: lambda: one.paddle.call(paddle_side.index, bench.path("ours-of2"))})
-        one.load(case, "load, 2 to 1 ranks", saved_as="of2")
+        _Jobs(bench, stack, size, 2).save_unmeasured(saved_as="of2")
+    with ExitStack() as stack:
+        _Jobs(bench, stack, size, 1).load("load, 2 to 1 ranks", saved_as="of2")
 
 
-def background(bench: Bench, case: str, size: Size) -> None:
+def background(bench: Bench, size: Size) -> None:
     """How long training waits for a save that then goes on in the background."""
     with ExitStack() as stack:
         two = _Jobs(bench, stack, size, 2)
@@ -138,11 +155,11 @@ def background(bench: Bench, case: str, size: Size) -> None:
             contenders[DCP] = _then(contenders[DCP], lambda: job.call(_torch_side().wait_for_background))
         contenders[OURS] = _then(contenders[OURS], lambda: two.paddle.call(paddle_side.wait_for_background))
         into_new = {"one copy, into new memory": lambda: two.paddle.call(plain.copy_into_new_memory, nbytes)}
-        bench.compare(case, "first, training waits", two.nbytes, contenders | into_new, 1)
-        bench.compare(case, "later, training waits", two.nbytes, contenders)
+        bench.compare("first, training waits", two.nbytes, contenders | into_new, 1)
+        bench.compare("later, training waits", two.nbytes, contenders)
 
 
-def beside_training(bench: Bench, case: str, model: tuple[int, int], ballast: tuple[int, ...], steps: int, world_size: int) -> None:
+def beside_training(bench: Bench, model: tuple[int, int], ballast: tuple[int, ...], steps: int, world_size: int) -> None:
     """What saves in the background cost the steps that are trained meanwhile, and one save in either way the steps behind it."""
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     with bench.group("paddle", world_size) as group:
@@ -157,10 +174,10 @@ def beside_training(bench: Bench, case: str, model: tuple[int, int], ballast: tu
             "no save": lambda: group.call(training_side.steps_one_by_one, steps, False),
             OURS: then_wait(lambda: group.call(training_side.steps_one_by_one, steps, True)),
         }
-        bench.compare(case, f"{steps} steps, all beside a save, {ranks}", 0, each)
+        bench.compare(f"{steps} steps, all beside a save, {ranks}", 0, each)
         kinds = {"no save": None, f"{OURS}, in the background": "background", f"{OURS}, training waits": "blocking"}
         behind = {name: then_wait(lambda kind=kind: group.call(training_side.steps, steps, kind)) for name, kind in kinds.items()}
-        bench.compare(case, f"one save and {steps} steps, {ranks}", 0, behind)
+        bench.compare(f"one save and {steps} steps, {ranks}", 0, behind)
 
 
 def _then(call: Callable[[], list[Measurement]], after: Callable[[], object]) -> Callable[[], list[Measurement]]:
@@ -174,7 +191,7 @@ def _then(call: Callable[[], list[Measurement]], after: Callable[[], object]) ->
     return both
 
 
-def training_step(bench: Bench, case: str, size: tuple[int, int]) -> None:
+def training_step(bench: Bench, size: tuple[int, int]) -> None:
     """One step of one model on 2 ranks."""
     names = {
         "Paddle's fused runtime": "paddle",
@@ -189,10 +206,10 @@ def training_step(bench: Bench, case: str, size: tuple[int, int]) -> None:
             for _ in range(3):
                 group.call(training_side.step)
         contenders = {name: (lambda group=group: group.call(training_side.step)) for name, group in groups.items()}
-        bench.compare(case, "step, 2 ranks", 0, contenders, 4 * bench.repeats)
+        bench.compare("step, 2 ranks", 0, contenders, 4 * bench.repeats)
 
 
-def gather(bench: Bench, case: str, size: Size) -> None:
+def gather(bench: Bench, size: Size) -> None:
     """Gather every whole parameter on 2 ranks."""
     nbytes = size.parameters * size.shape[0] * size.shape[1] * 2
     times = len(size.blocks())
@@ -205,23 +222,41 @@ def gather(bench: Bench, case: str, size: Size) -> None:
         if two.torch is not None:
             job = two.torch
             contenders["PyTorch FSDP2, full state dict"] = lambda: job.call(_torch_side().gather)
-        bench.compare(case, "gather, 2 ranks", nbytes, contenders)
+        bench.compare("gather, 2 ranks", nbytes, contenders)
 
 
-def cases(sizes: Mapping[str, Size], quick: bool) -> dict[str, Callable[[Bench], None]]:
-    """Return the cases by name."""
+@dataclass(frozen=True)
+class Case:
+    """What can be measured, and renewed, by itself.
+
+    Attributes:
+        about: the model in words.
+        run: measures it.
+    """
+
+    about: str
+    run: Callable[[Bench], None]
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """Return the cases by name, in the order of the results."""
+    sizes = QUICK if quick else FULL
+    big, many, scale = sizes["big"], sizes["many"], sizes["scale"]
     step = (32, 2) if quick else (512, 6)
+    model, ballast, steps = ((32, 2), (1, 16), 4) if quick else ((256, 4), (1500, 1024, 128), 30)
+    blocks = "a model of {1} blocks of width {0}"
 
-    def both_of_background(bench: Bench) -> None:
-        background(bench, "async", sizes["big"])
+    def beside(bench: Bench) -> None:
         for world_size in (2, 1):
-            beside_training(bench, "async", *(((32, 2), (1, 16), 4) if quick else ((256, 4), (1500, 1024, 128), 30)), world_size)
+            beside_training(bench, model, ballast, steps, world_size)
 
     return {
-        "big": lambda bench: save_and_load(bench, "big", sizes["big"]),
-        "many": lambda bench: save_and_load(bench, "many", sizes["many"]),
-        "scale": lambda bench: many_keys(bench, "scale", sizes["scale"]),
-        "async": both_of_background,
-        "gather": lambda bench: gather(bench, "gather", sizes["big"]),
-        "step": lambda bench: training_step(bench, "step", step),
+        "big": Case(str(big), lambda bench: save_and_load(bench, big, with_cold=True)),
+        "many": Case(str(many), lambda bench: save_and_load(bench, many, with_cold=False)),
+        "scale": Case(str(scale), lambda bench: save_many_keys(bench, scale)),
+        "scale-load": Case(str(scale), lambda bench: load_many_keys(bench, scale)),
+        "async": Case(str(big), lambda bench: background(bench, big)),
+        "beside": Case(f"{blocks.format(*model)}, and {prod(ballast) * 4 / 1e9:.3g} GB a rank beside it that are saved too", beside),
+        "gather": Case(str(big), lambda bench: gather(bench, big)),
+        "step": Case(blocks.format(*step), lambda bench: training_step(bench, step)),
     }

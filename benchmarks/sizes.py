@@ -27,6 +27,9 @@ class Size:
         """How many keys parameters and states have."""
         return self.parameters * KEYS_A_PARAMETER
 
+    def __str__(self) -> str:
+        return f"{self.parameters:,} parameters of {list(self.shape)}: {self.keys:,} keys"
+
     @property
     def nbytes(self) -> int:
         """About how many bytes they have."""
