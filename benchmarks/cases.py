@@ -244,7 +244,7 @@ def cases(quick: bool) -> dict[str, Case]:
     big, many, scale = sizes["big"], sizes["many"], sizes["scale"]
     step = (32, 2) if quick else (512, 6)
     model, ballast, steps = ((32, 2), (1, 16), 4) if quick else ((256, 4), (1500, 1024, 128), 30)
-    blocks = "a model of {1} blocks of width {0}"
+    blocks = "A model of {1} blocks of width {0}"
 
     def beside(bench: Bench) -> None:
         for world_size in (2, 1):
@@ -256,7 +256,7 @@ def cases(quick: bool) -> dict[str, Case]:
         "scale": Case(str(scale), lambda bench: save_many_keys(bench, scale)),
         "scale-load": Case(str(scale), lambda bench: load_many_keys(bench, scale)),
         "async": Case(str(big), lambda bench: background(bench, big)),
-        "beside": Case(f"{blocks.format(*model)}, and {prod(ballast) * 4 / 1e9:.3g} GB a rank beside it that are saved too", beside),
+        "beside": Case(f"{blocks.format(*model)}, and {prod(ballast) * 4 / 1e9:.2f} GB a rank beside it that are saved too", beside),
         "gather": Case(str(big), lambda bench: gather(bench, big)),
         "step": Case(blocks.format(*step), lambda bench: training_step(bench, step)),
     }

@@ -54,7 +54,7 @@ def text(results: Results, with_plot: bool) -> str:
 
 def _case(case: CaseResults, with_setting: bool) -> list[str]:
     lines = [f"## {case.name}", ""]
-    lines += [f"{case.about[0].upper()}{case.about[1:]}.", ""]
+    lines += [f"{case.about}.", ""]
     lines.append(f"Measured {_when(case)} in {case.minutes:.1f} minutes by `{case.command}`.")
     if with_setting:
         lines.append(_setting(case))
