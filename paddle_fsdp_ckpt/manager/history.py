@@ -30,6 +30,7 @@ class CheckpointEvent:
         steps: those that the root holds afterwards, in ascending order.
         removed: steps that were removed then.
         skipped: name -> in words, why a restore took it for no step.
+        fell_back_from: later step -> what is wrong with it, so that a restore took this one.
     """
 
     kind: Literal["save", "restore"]
@@ -41,6 +42,7 @@ class CheckpointEvent:
     steps: list[int] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    fell_back_from: dict[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.kind == "restore":

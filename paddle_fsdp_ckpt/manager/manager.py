@@ -346,8 +346,18 @@ class CheckpointManager:
         self.restored = report
         if self._meetings.rendezvous.rank == COORDINATOR:
             seconds = time.monotonic() - started
-            event = CheckpointEvent("restore", report.step, seconds, seconds, steps=self.all_steps(), skipped=report.skipped)
+            event = CheckpointEvent(
+                "restore",
+                report.step,
+                seconds,
+                seconds,
+                steps=self.all_steps(),
+                skipped=report.skipped,
+                fell_back_from=report.fell_back_from,
+            )
             tell(event, self._where, self._on_event)
+            for later, why in report.fell_back_from.items():
+                _LOG.warning("restored step %d, since %s is damaged: %s", report.step, step_name(later), why)
             if text := self._steps.later():
                 warn_caller(text)
             for difference in [*report.load.differences, *report.differences]:

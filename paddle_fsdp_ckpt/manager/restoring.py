@@ -24,6 +24,7 @@ from ..storage.agreement import Rendezvous, exchange
 from ..storage.format import JsonValue
 from ..storage.read_lock import reading
 from ..storage.reader import PARTIAL_STATE
+from ..storage.system_errors import describe_error
 from .steps import Root, step_name
 from .trainer_state import SavedState, TrainerState, read_trainer_state
 
@@ -172,7 +173,9 @@ class Restoring:
             try:
                 saved.read_sharded(state, long_progress("loading", rank))
                 differences.extend(saved.apply(state))
-            except (CheckpointError, OSError) as error:
+            except OSError as error:  # which says nothing of the checkpoint
+                raise CheckpointError(f"{describe_error(error)}; {PARTIAL_STATE}") from error
+            except CheckpointError as error:
                 raise CorruptCheckpointError(str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}") from error
 
         exchange(self.rendezvous, f"{token}/finish", finish, lambda _: None, self.timeout_seconds)

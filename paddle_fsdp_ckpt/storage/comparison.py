@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from ..errors import CorruptCheckpointError
 from ..pieces import overlaps
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, StoredPiece, open_rank_file
-from .system_errors import reading_file
+from .system_errors import read_file
 
 _CHUNK_NBYTES = 4 << 20
 
@@ -40,10 +41,8 @@ def _overlap_is_same(index: CheckpointIndex, one: StoredPiece, other: StoredPiec
             offset, other_offset = one.byte_offset + start * itemsize, other.byte_offset + other_start * itemsize
             for done in range(0, numel * itemsize, _CHUNK_NBYTES):
                 nbytes = min(_CHUNK_NBYTES, numel * itemsize - done)
-                with reading_file(index.path / one.file_name):
-                    chunk = os.pread(descriptors[0], nbytes, offset + done)
-                with reading_file(index.path / other.file_name):
-                    other_chunk = os.pread(descriptors[1], nbytes, other_offset + done)
+                chunk = read_file(index.path / one.file_name, partial(os.pread, descriptors[0], nbytes, offset + done))
+                other_chunk = read_file(index.path / other.file_name, partial(os.pread, descriptors[1], nbytes, other_offset + done))
                 if len(chunk) != nbytes or len(other_chunk) != nbytes:
                     raise CorruptCheckpointError(
                         f"'{index.path}': {one.file_name} or {other.file_name} was cut while it was read; nothing was changed"

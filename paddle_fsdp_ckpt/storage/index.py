@@ -19,7 +19,7 @@ from .digests import digest
 from .entries import Entry, Stored
 from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
 from .header import decode_header, decode_header_columns, header_nbytes
-from .system_errors import reading_file
+from .system_errors import read_file
 from .table import PieceTable, StoredInTable, table_of
 
 
@@ -127,8 +127,10 @@ def read_manifest(path: Path) -> Manifest:
         raise IncompleteCheckpointError(_say_left_over(path, *left_over))
     if not path.is_dir():
         raise IncompleteCheckpointError(_say_file(path) if path.exists() else _say_missing(path))
-    if not os.path.lexists(path / MANIFEST_NAME):
-        raise IncompleteCheckpointError(_say_foreign(path))
+    try:
+        os.lstat(path / MANIFEST_NAME)  # what says that it isn't there, and not that it can't be looked at
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(_say_foreign(path)) from None
     return _parse_manifest(path, check_seal=True)
 
 
@@ -142,11 +144,14 @@ def read_damaged_manifest(path: Path) -> Manifest:
 
 
 def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
-    descriptor, size = open_inside(path, MANIFEST_NAME)
-    with open(descriptor, "rb") as file, reading_file(path / MANIFEST_NAME):
-        if size > MAX_MANIFEST_NBYTES:
-            raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
-        encoded = file.read(size)
+    def read() -> bytes:
+        descriptor, size = open_inside(path, MANIFEST_NAME)
+        with open(descriptor, "rb") as file:
+            if size > MAX_MANIFEST_NBYTES:
+                raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
+            return file.read(size)
+
+    encoded = read_file(path / MANIFEST_NAME, read)
     try:
         return Manifest.from_json(encoded.decode(), check_seal=check_seal)
     except ValueError as error:
@@ -220,8 +225,8 @@ def open_inside(directory: Path, name: str) -> tuple[int, int]:
         raise UnsafeCheckpointError(f"'{directory / name}' leads out of its directory, to '{real}'; it was not opened. Copy the file in")
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for ever.
-        with reading_file(directory / name):
-            descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = read_file(directory / name, lambda: os.open(real, flags))
     except FileNotFoundError:
         raise IncompleteCheckpointError(
             f"'{directory}' lacks the file {name}; restore it from a copy, or load another checkpoint"
@@ -264,11 +269,14 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _read_header(directory: Path, record: FileRecord) -> bytes:
-    with open(open_rank_file(directory, record), "rb") as file, reading_file(directory / record.name):
-        length_field = file.read(LENGTH_NBYTES)
-        length = header_nbytes(length_field, record.size, _where(directory, record))
-        header = file.read(length)
-    if record.digests and (LENGTH_NBYTES + length != record.header_nbytes or digest(length_field + header) != record.digest(0)):
+    def read() -> tuple[bytes, bytes]:
+        with open(open_rank_file(directory, record), "rb") as file:
+            length_field = file.read(LENGTH_NBYTES)
+            return length_field, file.read(header_nbytes(length_field, record.size, _where(directory, record)))
+
+    length_field, header = read_file(directory / record.name, read)
+    beginning = length_field + header
+    if record.digests and (len(beginning) != record.header_nbytes or digest(beginning) != record.digest(0)):
         raise CorruptCheckpointError(
             f"the header of {_where(directory, record)} is damaged, or the file is of another save: its digest is not the one in the "
             "manifest; restore the file from a copy, or load another checkpoint"

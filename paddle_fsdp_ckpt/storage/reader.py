@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, open_rank_file
 from .plan import Duplicate, ReadPlan
-from .system_errors import reading_file
+from .system_errors import read_file
 
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
@@ -282,7 +283,7 @@ def _read_chunks(
         return sum(read.chunk.stop - read.chunk.start for read in some)
 
     try:
-        with reading_file(index.path / index.files[file].name, consequence), ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPoolExecutor(_READERS) as pool:
             parts = _in_lists(reads, _CHUNKS_A_READER)
             # Not all at once, so that after an error little more is read.
             while batch := list(itertools.islice(parts, 2 * _READERS)):
@@ -374,6 +375,7 @@ def _read_chunk(
     descriptor: int, index: CheckpointIndex, file: int, read: _ChunkRead, scratch: memoryview, consequence: str, check_digests: bool
 ) -> None:
     record = index.files[file]
+    path = index.path / record.name
     number, start, stop = read.chunk
     is_checked = check_digests and bool(record.digests)
     state = new_digest()
@@ -383,18 +385,18 @@ def _read_chunk(
     buffers = [scratch[: stop - start]] if wanted is None or not is_direct else _fill(read.chunk, wanted, scratch)
     for group in in_groups(buffers, CACHED_NBYTES if is_checked else CHUNK_NBYTES):
         nbytes = sum(map(len, group))
-        count = read_all(descriptor, group, end)
+        count = read_file(path, partial(read_all, descriptor, group, end), consequence)
         end += count
         if count < nbytes:
             raise CorruptCheckpointError(
-                f"'{index.path / record.name}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
+                f"'{path}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
             )
         if is_checked:
             for buffer in group:
                 state.update(buffer)
     if is_checked and state.hexdigest() != record.digest(number):
         raise CorruptCheckpointError(
-            f"'{index.path / record.name}' is damaged between bytes {start} and {stop}, at or near key '{read.key}': they are not those "
+            f"'{path}' is damaged between bytes {start} and {stop}, at or near key '{read.key}': they are not those "
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
             "another checkpoint"
         )

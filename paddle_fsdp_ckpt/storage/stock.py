@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from .metadata import StockPiece, read_metadata
 from .pickled import PickledArray
 from .pickles import read_arrays
 from .reserved_keys import without_reserved
-from .system_errors import reading_file
+from .system_errors import read_file
 
 _METADATA_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _DATA_NAME = re.compile(r"(?P<rank>0|[1-9][0-9]{0,8})_(?P<id>0|[1-9][0-9]{0,8})\.(?P<kind>distcp|safetensors)", re.ASCII)
@@ -116,7 +117,7 @@ def _read_index(path: Path) -> CheckpointIndex:
     if metadata_name not in names:
         raise IncompleteCheckpointError(f"'{path}' has {data_files[0].name} and no {metadata_name}; load another checkpoint")
     by_file: dict[str, dict[str, StockPiece]] = {one.name: {} for one in data_files}
-    for piece in _read_metadata(path, metadata_name):
+    for piece in read_file(path / metadata_name, partial(_read_metadata, path, metadata_name)):
         # Only names that a save gives its files can be keys of by_file, so none can lead out of the directory.
         if not _DATA_NAME.fullmatch(piece.file_name):
             raise UnsafeCheckpointError(
@@ -154,12 +155,12 @@ def _choose_save(path: Path, names: list[str]) -> list[_DataFile]:
     return sorted(one for one in found if one.save_id == ids[-1])
 
 
-def _read_metadata(path: Path, name: str) -> Iterator[StockPiece]:
+def _read_metadata(path: Path, name: str) -> list[StockPiece]:
     descriptor, size = open_inside(path, name)
-    with open(descriptor, "rb") as file, reading_file(path / name):
+    with open(descriptor, "rb") as file:
         if size > _MAX_METADATA_NBYTES:
             raise UnsafeCheckpointError(f"'{path / name}' has {size} bytes, more than any metadata needs; it was not read")
-        yield from read_metadata(file, size, f"'{path / name}'")
+        return list(read_metadata(file, size, f"'{path / name}'"))
 
 
 def _match(path: Path, metadata_name: str, by_file: dict[str, dict[str, StockPiece]]) -> CheckpointIndex:
@@ -168,7 +169,7 @@ def _match(path: Path, metadata_name: str, by_file: dict[str, dict[str, StockPie
     dtypes: dict[str, str] = {}
     stored: dict[str, list[Stored]] = {}
     for number, (name, pieces) in enumerate(by_file.items()):
-        size, found = _read_file(path, name)
+        size, found = read_file(path / name, partial(_read_file, path, name))
         if found.keys() != pieces.keys():
             only = listing(f"'{key}'" for key in sorted(found.keys() ^ pieces.keys()))
             raise _two_saves(path, metadata_name, f"{name} and the metadata don't have the same keys: {only}")
@@ -214,7 +215,7 @@ def _read_file(path: Path, name: str) -> tuple[int, dict[str, _Found]]:
     """Return a file's size, and what it has under each key."""
     descriptor, size = open_inside(path, name)
     where = f"'{path / name}'"
-    with open(descriptor, "rb") as file, reading_file(path / name):
+    with open(descriptor, "rb") as file:
         try:
             if name.endswith(".distcp"):
                 return size, dict(_pickled_tensors(read_arrays(file, size, where), where))

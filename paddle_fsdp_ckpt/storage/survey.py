@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError
 from .buffers import read_all
@@ -15,7 +17,7 @@ from .entries import Entry, Stored
 from .format import DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, Manifest
 from .header import decode_header, decode_header_columns, header_nbytes
 from .index import CheckpointIndex, open_inside, read_damaged_manifest, read_manifest
-from .system_errors import describe_error
+from .system_errors import describe_error, read_file, try_again
 
 Progress = Callable[[int, int], None]
 """Called now and then with the number of bytes checked so far, and of all bytes."""
@@ -122,6 +124,7 @@ def _survey_files(path: Path, records: Sequence[FileRecord], workers: int, progr
     problems: list[str | None] = []
     damaged: list[set[int]] = []
     unreadable: list[dict[int, str]] = [{} for _ in records]
+    failed = [Event() for _ in records]
     tasks: list[tuple[int, range]] = []
     for number, record in enumerate(records):
         size, problem = _look(path, record)
@@ -133,7 +136,7 @@ def _survey_files(path: Path, records: Sequence[FileRecord], workers: int, progr
     total = sum(_nbytes(records[number], numbers) for number, numbers in tasks)
     done = 0
     with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(_check_chunks, path, records[number], numbers): (number, numbers) for number, numbers in tasks}
+        running = {pool.submit(_check_chunks, path, records[n], numbers, failed[n]): (n, numbers) for n, numbers in tasks}
         for future in as_completed(running):
             number, numbers = running[future]
             for bad, error in future.result():
@@ -163,8 +166,12 @@ def _nbytes(record: FileRecord, numbers: range) -> int:
     return last.stop - first.start
 
 
-def _check_chunks(path: Path, record: FileRecord, numbers: range) -> list[tuple[int, str | None]]:
-    """Return the numbers of those chunks that are damaged, with the system's error where it gave one."""
+def _check_chunks(path: Path, record: FileRecord, numbers: range, failed: Event) -> list[tuple[int, str | None]]:
+    """Return the numbers of those chunks that are damaged, with the system's error where it gave one.
+
+    Once a chunk of the file could not be read though it was tried again, which ``failed`` tells, others are tried once: of a dead disk
+    there are many.
+    """
     found: list[tuple[int, str | None]] = []
     try:
         descriptor, _ = open_inside(path, record.name)
@@ -173,10 +180,12 @@ def _check_chunks(path: Path, record: FileRecord, numbers: range) -> list[tuple[
     scratch = memoryview(bytearray(CHUNK_NBYTES))
     try:
         for number in numbers:
+            read = partial(_digest_of, descriptor, chunk(number, record.size, record.header_nbytes), scratch)
             try:
-                if _digest_of(descriptor, chunk(number, record.size, record.header_nbytes), scratch) != record.digest(number):
+                if (read() if failed.is_set() else try_again(path / record.name, read)) != record.digest(number):
                     found.append((number, None))
             except OSError as error:
+                failed.set()
                 found.append((number, describe_error(error)))
     finally:
         os.close(descriptor)
@@ -196,16 +205,19 @@ def _with_entries(path: Path, one: FileSurvey) -> FileSurvey:
     if 0 in one.damaged or (one.problem is not None and not one.size):
         return one
     where = f"'{path / one.record.name}'"
-    try:
+
+    def read() -> bytes:
         descriptor, _ = open_inside(path, one.record.name)
         with open(descriptor, "rb") as file:
-            length = header_nbytes(file.read(LENGTH_NBYTES), one.record.size, where)
-            header = file.read(length)
+            return file.read(header_nbytes(file.read(LENGTH_NBYTES), one.record.size, where))
+
+    try:
+        header = read_file(path / one.record.name, read)
         entries = list(decode_header(header, one.record.size, where))
         columns = decode_header_columns(header, one.record.size, where)
     except (CheckpointError, OSError) as error:
         return replace(one, header_problem=str(error))
-    found, said = (LENGTH_NBYTES + length, len(entries)), (one.record.header_nbytes, one.record.pieces)
+    found, said = (LENGTH_NBYTES + len(header), len(entries)), (one.record.header_nbytes, one.record.pieces)
     problem = None if found == said else f"{where} has {found} bytes of header and pieces, and the manifest says {said}"
     if columns is not None and list(columns.entries()) != entries:
         problem = f"the header of {where} says one thing in its JSON and another in its columns, which are what is loaded by"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import CorruptCheckpointError
+
+Result = TypeVar("Result")
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
 
 _WAYS_OUT = {
     errno.ENOENT: "check the path: something of it is missing, can't be made there, or was removed meanwhile",
@@ -29,25 +35,58 @@ _OF_THE_MEDIUM = frozenset({errno.EIO, errno.EREMOTEIO, errno.ENODATA, errno.EIL
 (``blk_errors`` in block/blk-core.c) EIO, ENODATA and EILSEQ; of what file systems with checksums of their own do, EIO, EUCLEAN and EBADMSG.
 Not ESTALE: a file that is gone from a server may have been removed while it was read."""
 
+_CAN_PASS = frozenset({errno.EIO, errno.EREMOTEIO, errno.EILSEQ, errno.EBADMSG})
+"""Those of them that the way to the disk can cause too, and not only what lies on it: a connection that was lost for a moment, and
+a checksum that didn't fit since bytes were damaged under way."""
 
-@contextmanager
-def reading_file(path: Path, consequence: str = "restore the file from a copy, or load another checkpoint") -> Iterator[None]:
-    """Let an error of the medium in the block, which reads the file of a checkpoint, be damage of that file; any other passes.
+PAUSES_SECONDS = (0.1, 1.0, 5.0)
+"""How long is waited each time before something that could not be read is read again."""
+
+
+def read_file(
+    path: Path, read: Callable[[], Result], consequence: str = "restore the file from a copy, or load another checkpoint"
+) -> Result:
+    """Return what ``read`` reads from the file of a checkpoint; an error of the medium that stays is damage of that file, no other is.
 
     Args:
         path: the file.
+        read: reads, and can be called again; see :func:`try_again`.
         consequence: what a failure leaves behind, in words.
 
     Raises:
         CorruptCheckpointError: the medium did not give the file's bytes.
     """
     try:
-        yield
+        return try_again(path, read)
     except OSError as error:
         error.filename = error.filename or str(path)  # a read doesn't say of what
         if error.errno not in _OF_THE_MEDIUM:
             raise
-        raise CorruptCheckpointError(f"'{path}' can't be read: {describe_error(error)}; {consequence}") from error
+        tries = f"; it was tried {len(PAUSES_SECONDS) + 1} times within {sum(PAUSES_SECONDS):.1f} s" if error.errno in _CAN_PASS else ""
+        raise CorruptCheckpointError(f"'{path}' can't be read: {describe_error(error)}{tries}; {consequence}") from error
+
+
+def try_again(path: Path, read: Callable[[], Result]) -> Result:
+    """Return what ``read`` reads; where the medium gives an error that can pass, of which a warning is logged, it is called again.
+
+    What passes must not cost a checkpoint, and what is called damaged may be removed.
+
+    Args:
+        path: the file, for the warning.
+        read: reads the same bytes to the same place each time.
+
+    Raises:
+        OSError: of another kind, or one that stays, after a few seconds.
+    """
+    for pause in PAUSES_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _CAN_PASS:
+                raise
+            _LOG.warning("'%s' can't be read: %s; it is read again in %g s", path, describe_error(error), pause)
+            time.sleep(pause)
+    return read()
 
 
 def describe_error(error: BaseException) -> str:

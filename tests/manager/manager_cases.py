@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
@@ -11,6 +10,8 @@ import runpy
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from paddle.nn import functional as F
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
+from paddle_fsdp_ckpt.storage import system_errors
 from paddle_fsdp_ckpt.storage.read_lock import reading, removing
 
 GLOBAL_BATCH = 12
@@ -545,7 +547,7 @@ def stop_signals_while_closing(root: str, by_error: bool) -> list[int]:
         os.kill(os.getpid(), signal.SIGTERM)
 
     checkpoints.wait = wait  # type: ignore[method-assign]
-    with contextlib.suppress(ZeroDivisionError), checkpoints:
+    with suppress(ZeroDivisionError), checkpoints:
         checkpoints.save(1, model=model, optimizer=optimizer)
         if by_error:
             raise ZeroDivisionError
@@ -575,17 +577,33 @@ def remove_while_read(root: str) -> tuple[list[bool], list[int], list[int]]:
         return free, kept, checkpoints.all_steps()
 
 
-def restore_from_a_bad_disk(root: str, code: int) -> tuple[str, str, tuple[int | None, list[int]] | None]:
-    """Restore where the system gives rank 1 an error for the values of step 3: kind and text; and with ``fall_back``, where that works."""
-    read = os.preadv
+@contextmanager
+def bad_disk(code: int, times: int | None = None) -> Iterator[None]:
+    """Let the system give rank 1 an error for the values of step 3: always, or some times in a row."""
+    read, failed = os.preadv, 0
 
     def fail(descriptor: int, *rest: Any) -> int:
-        if this_rank().rank == 1 and "step_00000003" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        nonlocal failed
+        if this_rank().rank == 1 and "step_00000003" in os.readlink(f"/proc/self/fd/{descriptor}") and failed != times:
+            failed += 1
             raise OSError(code, os.strerror(code))
         return read(descriptor, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", fail)
+        patch.setattr(system_errors, "PAUSES_SECONDS", (0.0,) * len(system_errors.PAUSES_SECONDS))
+        yield
+
+
+def restore_from_a_bad_disk(root: str, code: int) -> tuple[str, str, tuple[int | None, list[int]] | None]:
+    """Restore where rank 1 can't read step 3: kind and text; and with ``fall_back``, where that works."""
+    with bad_disk(code):
         kind, text, same = refuse(root, "restore")
         assert same
         return kind, text, fall_back_and_go_on(root, 3) if "fall_back" in text else None
+
+
+def restore_from_a_disk_that_stumbles(root: str, code: int) -> tuple[int | None, list[int]]:
+    """Restore where rank 1 can't read step 3 at first, and save the next."""
+    with bad_disk(code, times=2):
+        return fall_back_and_go_on(root, 4)

@@ -152,6 +152,15 @@ def test_what_the_disk_does_not_give_is_damage_and_what_the_process_lacks_is_not
     for _, text, fell_back in (first, second):
         assert ("step_00000003 is damaged, and the step before it is step_00000002: restore(fall_back=True)" in text) == is_damage
         assert fell_back == ((2, [1, 2, 3]) if is_damage else None)
+    if is_damage:
+        told = json.loads((root / "history.jsonl").read_text().splitlines()[-2])
+        assert (told["kind"], told["step"]) == ("restore", 2)
+        assert os.strerror(code) in told["fell_back_from"]["3"]
+        assert ("it was tried 4 times" in told["fell_back_from"]["3"]) == (code == errno.EIO)
+
+
+def test_what_the_disk_gives_when_it_is_asked_again_costs_no_step(root: Path, ranks: Ranks) -> None:
+    assert on(ranks(2), cases.restore_from_a_disk_that_stumbles, str(root), errno.EIO) == [(3, [1, 2, 3, 4])] * 2
 
 
 def test_a_step_that_does_not_fit_is_no_damage(root: Path, ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from checkpoints import cut, write_checkpoint
 
 from paddle_fsdp_ckpt.errors import CorruptCheckpointError
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage import index
+from paddle_fsdp_ckpt.storage import index, system_errors
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import UNCHANGED, execute_read
 from paddle_fsdp_ckpt.storage.system_errors import describe_error
@@ -28,11 +28,14 @@ def read_values(path: Path) -> None:
     execute_read(plan, [memoryview(bytearray(24))], UNCHANGED)
 
 
-def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int) -> None:
-    """Let the system refuse to open a file of this name, to read its beginning, or to read from its middle."""
+def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int, times: int | None = None) -> None:
+    """Let the system refuse to open a file of this name, to read its beginning, or to read from its middle; always, or some times."""
+    failed = 0
 
     def checked(file: int | str, call: Callable[[], Any]) -> Any:
-        if Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file).name == name:
+        nonlocal failed
+        if Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file).name == name and failed != times:
+            failed += 1
             raise OSError(code, os.strerror(code))
         return call()
 
@@ -62,8 +65,11 @@ def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int) -> N
         ("values", "0_0.safetensors"),
     ],
 )
-def test_errors_of_the_medium_are_damage(where: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_medium_are_damage(
+    where: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_checkpoint(tmp_path / "step", [[cut("w", np.arange(6, dtype=np.float32))]])
+    monkeypatch.setattr(system_errors, "PAUSES_SECONDS", (0.0,) * 3)
     for code in (errno.EIO, errno.EUCLEAN, errno.EBADMSG):
         with monkeypatch.context() as patch:
             failing_at(patch, where, name, code)
@@ -76,6 +82,17 @@ def test_errors_of_the_medium_are_damage(where: str, name: str, tmp_path: Path, 
             failing_at(patch, where, name, code)
             with pytest.raises(OSError, match=f"{os.strerror(code)}.*{name}"):
                 read_values(path)
+    with monkeypatch.context() as patch:
+        failing_at(patch, where, name, errno.EIO, times=3)
+        read_values(path)
+        assert [one.getMessage().count("is read again in 0 s") for one in caplog.records[-3:]] == [1, 1, 1]
+    with monkeypatch.context() as patch:
+        failing_at(patch, where, name, errno.EIO, times=3)
+        assert verify(path).is_good
+    with monkeypatch.context() as patch:  # what will not pass is not asked for again
+        failing_at(patch, where, name, errno.ENODATA, times=1)
+        with pytest.raises(CorruptCheckpointError, match=os.strerror(errno.ENODATA)):
+            read_values(path)
     read_values(path)
     assert verify(path).is_good
 

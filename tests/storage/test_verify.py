@@ -10,6 +10,7 @@ import pytest
 from checkpoints import cut, edit_manifest, make_manifest, run_ranks, write_checkpoint
 
 from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, NewerFormatError
+from paddle_fsdp_ckpt.storage import system_errors
 from paddle_fsdp_ckpt.storage.commit import commit_checkpoint
 from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, rank_file_name
 from paddle_fsdp_ckpt.storage.salvage import salvage
@@ -174,5 +175,6 @@ def test_what_the_system_can_not_read_is_named(checkpoint: Path, monkeypatch: py
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(system_errors, "PAUSES_SECONDS", (0.0,))
     texts = found(verify(checkpoint))
     assert any("chunk 2 can't be read: OSError: [Errno 5] Input/output error; the disk" in text for text in texts)
