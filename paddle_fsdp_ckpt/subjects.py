@@ -12,7 +12,18 @@ import paddle
 from paddle import nn
 
 from .errors import CheckpointError, ShardingError, listing
-from .fsdp import ShardedParameter, check_names, dtype_name, dtype_names, named_buffers, named_parameters, paddle_runtime_of, runtime_of
+from .fsdp import (
+    ShardedParameter,
+    check_names,
+    dtype_name,
+    dtype_names,
+    is_lazy,
+    named_buffers,
+    named_parameters,
+    paddle_runtime_of,
+    runtime_of,
+    why_without_values,
+)
 from .fsdp.units import NamedParameter
 from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
 from .several_models import combine_models
@@ -178,14 +189,15 @@ def check_tensors(model: nn.Layer) -> ModelTensors:
     """Return what a model holds, or raise where it has tensors that we can't give or take whole.
 
     Raises:
-        CheckpointError: it is no model.
+        CheckpointError: it is no model, or a tensor of it has no values that can be stored.
         ShardingError: it is a part of a sharded model, holds one, or is distributed by somebody else.
     """
     if not isinstance(model, nn.Layer):
         raise CheckpointError(f"model: {type(model).__name__} is not a paddle.nn.Layer; give the model that was trained")
     runtime = runtime_of(model)
     tensors = tensors_of(model)
-    if runtime is None and paddle_runtime_of(model) is not None:  # which has checked it
+    if runtime is None and paddle_runtime_of(model) is not None:  # which has checked the rest
+        _check_values(tensors.buffers)
         return tensors
     parameters, buffers = tensors.parameters, tensors.buffers
     check_names(parameters, buffers)
@@ -213,13 +225,21 @@ def check_tensors(model: nn.Layer) -> ModelTensors:
         raise ShardingError(
             f"distributed by Paddle, so that a rank has only a part of them: {listing(foreign)}; this can't save or load those yet"
         )
-    empty = [name for name, tensor in plain if not tensor._is_initialized() and 0 not in tensor.shape]
-    if empty:
+    lazy = [name for name, tensor in plain if is_lazy(tensor) and 0 not in tensor.shape]
+    if lazy:
         raise ShardingError(
-            f"without values, as made under LazyGuard: {listing(empty)}; call fully_shard(model, optimizer=...) first, which gives a model "
+            f"without values, as made under LazyGuard: {listing(lazy)}; call fully_shard(model, optimizer=...) first, which gives a model "
             "its initial values, or make it without LazyGuard"
         )
+    _check_values(plain)
     return tensors
+
+
+def _check_values(tensors: Iterable[tuple[str, paddle.Tensor]]) -> None:
+    """Raise where one of these has none."""
+    problems = [f"'{name}': {why}" for name, tensor in tensors if (why := why_without_values(tensor)) is not None]
+    if problems:
+        raise CheckpointError(f"tensors of the model that can't be saved or loaded: {listing(problems)}")
 
 
 def _check_stepped_once(steppers: Iterable[Stepper]) -> None:

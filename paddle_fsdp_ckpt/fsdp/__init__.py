@@ -16,9 +16,11 @@ from .tensors import (
     dtype_names,
     facts_of,
     few_at_a_time,
+    is_lazy,
     lie_on_host,
     names_of_dtypes,
     row_by_row,
+    why_without_values,
 )
 from .topology import default_ranks
 from .unit import Unit
@@ -46,6 +48,7 @@ __all__ = [
     "facts_of",
     "few_at_a_time",
     "is_elementwise_regularizer",
+    "is_lazy",
     "joined_to",
     "lie_on_host",
     "local_parameters",
@@ -61,4 +64,5 @@ __all__ = [
     "shard_model",
     "unshard_model",
     "walk",
+    "why_without_values",
 ]

@@ -42,6 +42,11 @@ class TensorFacts:
         self.dtypes.extend([one.dtype for one in few])
         self.contiguous.extend([one.is_contiguous() for one in few])
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether all have values, one behind the other."""
+        return all(self.addresses) and all(self.contiguous)
+
 
 def facts_of(tensors: Sequence[paddle.Tensor]) -> TensorFacts:
     """Return what many tensors are; sooner where they stand in the order in which they were made."""
@@ -101,6 +106,15 @@ def initialize_if_lazy(tensor: paddle.Tensor) -> None:
 def is_lazy(tensor: paddle.Tensor) -> bool:
     """Tell whether a tensor was made under ``paddle.LazyGuard``, and has no values yet."""
     return not tensor._is_initialized() and getattr(tensor, "_init_func", None) is not None
+
+
+def why_without_values(tensor: paddle.Tensor) -> str | None:
+    """Return, in words, why a tensor that should have values has none that lie in memory, and the way out; None where it has."""
+    if tensor.data_ptr() is not None or 0 in tensor.shape:
+        return None
+    if tensor._is_initialized():
+        return "it is sparse, which a checkpoint can't hold; put a dense one in its place (to_dense())"
+    return "it has no values, since something let go of its memory (as _clear_data() does); give it new ones: paddle.assign(values, tensor)"
 
 
 def flat_view(flat: paddle.Tensor, wanted: Range) -> paddle.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..fsdp import dtype_name
+from ..fsdp import dtype_name, why_without_values
 from ..host_memory import bytes_of
 from ..storage.format import DTYPE_NBYTES, JsonValue, parse_json
 from ..storage.reserved_keys import LENGTH_NBYTES, text_and_arrays
@@ -78,6 +78,8 @@ class _Encoder:
             array = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"))
             return self._add(kind, value.dtype.newbyteorder("<").str, list(value.shape), array.tobytes())
         if isinstance(value, paddle.Tensor) and not value.is_dist() and dtype_name(value) in DTYPE_NBYTES:
+            if (why := why_without_values(value)) is not None:
+                raise CheckpointError(f"{where} can't be saved: {why}; nothing was saved")
             return self._add("paddle", dtype_name(value), list(value.shape), bytes(bytes_of(value)))
         raise CheckpointError(
             f"{where} is of type {type(value).__name__}, which can't be saved; nothing was saved. Use None, bool, int, float, str, numpy "

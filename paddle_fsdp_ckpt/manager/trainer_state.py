@@ -11,7 +11,8 @@ from typing import Any
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.optimizer.lr import LRScheduler
 
-from ..errors import CheckpointError, CorruptCheckpointError, MismatchError
+from ..errors import CheckpointError, CorruptCheckpointError, MismatchError, listing
+from ..fsdp import why_without_values
 from ..host_memory import destinations
 from ..loading.planned import counter_of
 from ..meeting import digest_of
@@ -58,6 +59,9 @@ def check_trainer_state(lr_scheduler: Any, grad_scaler: Any, sharded: Any) -> Tr
     weights = {} if sharded is None else sharded
     if not isinstance(weights, Mapping) or not all(type(key) is str and isinstance(one, ShardedWeight) for key, one in weights.items()):
         raise CheckpointError("sharded: give a dict of ShardedWeight by str, as sharded_state_dict returns it")
+    problems = [f"'{key}': {why}" for key, one in weights.items() if (why := why_without_values(one.local_tensor)) is not None]
+    if problems:
+        raise CheckpointError(f"sharded: tensors that can't be saved or restored: {listing(problems)}")
     return TrainerState(schedulers, by_name(grad_scaler, "grad_scaler"), weights)
 
 

@@ -23,7 +23,7 @@ from .fused_checks import check_fused, check_gradients, fused_entry_of
 from .fused_others import check_others, is_repaired
 from .fused_repair import warn_of_harms
 from .fused_tensors import FusedTensor, fused_tensors, held_names, owner_of
-from .registry import MASTER_WEIGHT_KEY, OptimizerState
+from .registry import MASTER_WEIGHT_KEY, OptimizerState, check_state_values
 
 _ELEMENTWISE = StateKind.ELEMENTWISE
 
@@ -292,6 +292,7 @@ def _pieces(
         raise UnsupportedOptimizerError(
             f"state '{suffix}' of '{fused.live.name}' has shape {shape}, and is {kind.value}; it can't be saved right"
         )
+    check_state_values(suffix, str(fused.live.name), tensor, in_parts=True)
     for shard in shards:
         place = shard.in_shard.intersect(fused.within)
         if place.numel:

@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError
-from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, few_at_a_time
+from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, few_at_a_time, why_without_values
 from .binding import binding_of, optimizer_shards
 from .catalog import StateKind, check_states_known, entry_of, state_name
 from .parameters import SteppedParameter, WholeParameter, parameter_groups
@@ -87,7 +87,8 @@ def optimizer_states(optimizer: Any, parameters: Sequence[SteppedParameter] | No
 
     Raises:
         ShardingError: the optimizer is not bound.
-        UnsupportedOptimizerError: it has a state that its class's table entry doesn't name, or one of an unexpected shape.
+        UnsupportedOptimizerError: it has a state that its class's table entry doesn't name, or one of an unexpected shape, or whose values
+            don't lie in memory as they must.
     """
     if parameters is None:
         check_bound(optimizer)
@@ -124,6 +125,9 @@ def state_columns(optimizer: Any, parameters: Sequence[SteppedParameter]) -> lis
         of_masters.add(few, its_masters, of_few)
     columns = [column for column in (*(column for column, _ in tables), of_masters) if column.tensors]
     for column in columns:
+        if not column.facts.are_plain:
+            for shard, tensor in zip(column.shards, column.tensors, strict=True):
+                check_state_values(column.suffix, shard.slot.name, tensor, in_parts=not isinstance(shard, WholeParameter))
         _check_shapes(column, of_pieces if len(column.shards) == len(shards) else _shapes_of_pieces(column.shards))
     return columns
 
@@ -241,6 +245,19 @@ def check_bound(optimizer: Any) -> None:
 def _shapes_of_pieces(shards: Sequence[SteppedParameter]) -> list[list[int]]:
     """Return the shape that something elementwise has of each parameter."""
     return [list(shard.slot.shape) if isinstance(shard, WholeParameter) else [shard.range.numel] for shard in shards]
+
+
+def check_state_values(suffix: str, name: str, tensor: paddle.Tensor, *, in_parts: bool) -> None:
+    """Raise where a state of what is called ``name`` has no values, or they don't lie as parts of them are taken where that is done.
+
+    Raises:
+        UnsupportedOptimizerError: it names the state.
+    """
+    why = why_without_values(tensor)
+    if why is None and in_parts and not tensor.is_contiguous():
+        why = "its values don't lie one behind the other; put a contiguous copy in its place (contiguous())"
+    if why is not None:
+        raise UnsupportedOptimizerError(f"state '{suffix}' of '{name}' can't be saved or loaded: {why}")
 
 
 def _check_shapes(column: StateColumn, expected: Sequence[list[int]]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from checkpoint_cases import Tied, train
 from harness import this_rank
 from paddle import nn
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from strict_cases import Refusal, attempt, backward, copied, make, snapshot
 
 import paddle_fsdp_ckpt as ckpt
@@ -57,6 +58,73 @@ def refused_buffer(path: str) -> str:
     with pytest.raises(ckpt.CheckpointError) as caught:
         ckpt.save(path, model=made, optimizer=stepper)
     return str(caught.value)
+
+
+def _sparse(shape: list[int]) -> paddle.Tensor:
+    return paddle.sparse.sparse_coo_tensor([[0]] * len(shape), [1.0], shape)
+
+
+def _strided(like: paddle.Tensor) -> paddle.Tensor:
+    return paddle.as_strided(paddle.ones([2 * like.shape[0]], like.dtype), like.shape, [2])
+
+
+def _replace_state(optimizer: Any, make_other: Callable[[paddle.Tensor], paddle.Tensor]) -> None:
+    table = optimizer._accumulators["moment2"]
+    owner = next(owner for owner, tensor in table.items() if tensor.shape[0] > 1)
+    table[owner] = make_other(table[owner])
+
+
+def _cleared(tensor: paddle.Tensor) -> paddle.Tensor:
+    tensor._clear_data()
+    return tensor
+
+
+def _add_buffers(model: nn.Layer) -> None:
+    model.register_buffer("extra", _cleared(paddle.ones([2])))
+    model.register_buffer("more", _sparse([2, 3]))
+
+
+def refused_tensors(path: str, good: str) -> list[tuple[str, str]]:
+    """What must be in the messages of saves and loads of tensors that can't be stored, and the messages."""
+
+    def save(**more: Any) -> object:
+        return ckpt.save(path, model=made, optimizer=stepper, **more)
+
+    def load() -> object:
+        return ckpt.load(good, model=made, optimizer=stepper)
+
+    def save_more(**more: Any) -> object:
+        return ckpt.CheckpointManager(path).save(1, model=made, optimizer=stepper, **more)
+
+    said = []
+
+    def refused(words: str, *calls: Callable[[], object]) -> None:
+        for call in calls:
+            with pytest.raises(ckpt.CheckpointError) as caught:
+                call()
+            said.append((words, str(caught.value)))
+
+    made, stepper = make("base")
+    train(made, stepper, 0, 1)
+    average = ShardedWeight("average", _sparse([2, 3]), (2, 3), (2, 3), (0, 0))
+    refused("sharded: .*'average': it is sparse", lambda: save_more(sharded={"average": average}))
+    refused(r"extra_state\['mean'\] can't be saved: it is sparse", lambda: save_more(extra_state={"mean": _sparse([2, 3])}))
+    _replace_state(stepper, _cleared)
+    refused("'moment2_0' of '.*it has no values", save, load)
+    _replace_state(stepper, lambda state: _sparse(state.shape))
+    refused("'moment2_0' of '.*it is sparse", save, load)
+    _replace_state(stepper, lambda state: _strided(state.to_dense()))
+    refused("'moment2_0' of '.*one behind the other", save, load)
+    # The ways out that they name.
+    _replace_state(stepper, lambda state: state.contiguous())
+    save()
+    _replace_state(stepper, _cleared)
+    _replace_state(stepper, lambda state: paddle.assign(paddle.ones(state.shape), state))
+    save(overwrite=True)
+    load()
+    _add_buffers(made)
+    refused("'extra': it has no values.*'more': it is sparse", save, load)
+    return said
 
 
 def _unbound(model: nn.Layer) -> Any:

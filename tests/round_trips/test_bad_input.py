@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from bad_input_cases import (
     refused_path,
     refused_step,
     refused_subjects,
+    refused_tensors,
     refused_timeout,
     save_and_load_here,
     values,
@@ -177,6 +179,14 @@ def test_buffers_that_a_checkpoint_can_not_hold(tmp_path: Path, ranks: Ranks) ->
     for message in ranks(2).run(refused_buffer, str(tmp_path / "new")):
         assert "angles (complex64)" in message and "persistable=False" in message
     assert listing(tmp_path) == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_without_values_are_named(world_size: int, good: Path, tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks(world_size).run(refused_tensors, str(tmp_path / "new"), str(good)):
+        assert len(said) == 10
+        for words, message in said:
+            assert re.search(words, message), message
 
 
 @pytest.mark.parametrize("step", ["3", -1, 1.5, [3, 4], [3, None]])
