@@ -15,14 +15,14 @@ from paddle import nn
 from .errors import MismatchError, RankFailedError, ShardingError, listing
 from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
-from .export.local_values import Target
+from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
 from .export.recipes.rules import Rule, TensorSource, apply_rule
 from .fsdp import dtype_name
 from .huggingface_reading import Reading
 from .layout import Range
 from .meeting import absolute_path, check_same, open_meeting
-from .pieces import Piece
+from .pieces import whole_piece
 from .progress import long_progress
 from .storage.agreement import COORDINATOR, exchange
 from .storage.casts import can_cast
@@ -115,7 +115,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
     for key, weight in weights.items():
         if tuple(weight.local_shape) != tuple(weight.global_shape):
             raise ShardingError(f"'{key}' is cut by more than its flat elements, as by tensor parallelism, which this can't load")
-    targets: list[Target] = []
+    targets: list[TensorTarget] = []
     tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
     problems: list[str] = []
     for tensor in _tensors(subjects):
@@ -123,7 +123,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
         for key in tensor.names:
             head = heads.get(key)
             rule, values = rules[key if head is None or not head.lies_as_embedding else head.embedding]
-            whole = Piece(key, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+            whole = whole_piece(key, tensor.dtype, tensor.shape)
             sources = tuple(apply_rule(rule, values, whole, config))
             if head is not None:
                 sources = tuple(replace(source, name=head.tensor) for source in sources)
@@ -131,7 +131,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
             if sources:
                 found.append(sources)
         if found:
-            targets.append(Target(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
+            targets.append(TensorTarget(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
             tied += [(found[0], other) for other in found[1:]]
     if problems:
         raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}")

@@ -13,7 +13,7 @@ import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .errors import CheckpointError
-from .export.local_values import LocalValues, Target
+from .export.local_values import LocalValues, TensorTarget
 from .export.row_blocks import Block, blocks_of, in_rounds
 from .export.values import Array
 from .fsdp import AllToAllRoom, Communicator
@@ -43,7 +43,7 @@ class Reading:
     """
 
     def __init__(
-        self, index: CheckpointIndex, targets: Sequence[Target], communicator: Communicator, weights: Mapping[str, ShardedWeight]
+        self, index: CheckpointIndex, targets: Sequence[TensorTarget], communicator: Communicator, weights: Mapping[str, ShardedWeight]
     ) -> None:
         self._index = index
         self._targets = targets

@@ -49,6 +49,11 @@ class Piece:
         return Range(0, math.prod(self.local_shape)) if self.flat_range is None else self.flat_range
 
 
+def whole_piece(key: str, dtype: str, shape: tuple[int, ...]) -> Piece:
+    """Return the piece that is all of a tensor."""
+    return Piece(key, dtype, shape, (0,) * len(shape), shape)
+
+
 class Overlap(NamedTuple):
     """A run of elements that lie one after another in two pieces of the same key.
 

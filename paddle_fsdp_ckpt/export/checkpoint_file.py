@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..pieces import Piece
+from ..pieces import whole_piece
 from ..storage.digests import Digester
 from ..storage.format import MANIFEST_NAME, FileRecord, Manifest, rank_file_name, utc_now
 from ..storage.header import encode_header, in_file_order
@@ -37,7 +37,7 @@ def write_checkpoint(
         CheckpointError: a name that the format can't hold, or more than it can.
         OSError: the system refused.
     """
-    pieces = [Piece(one.name, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for one in tensors]
+    pieces = [whole_piece(one.name, one.dtype, one.shape) for one in tensors]
     order = in_file_order(pieces)
     try:
         header = encode_header([pieces[number] for number in order])

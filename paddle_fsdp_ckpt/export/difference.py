@@ -19,7 +19,7 @@ from .contents import MODEL, TRAINER, contents_of, kinds_of
 from .facts import FactDifference, fact_differences
 from .statistics import as_float64
 from .text import Block, BlockReport, Table
-from .values import Array, Part, check_values, iter_values, whole_piece
+from .values import Array, Part, check_values, iter_values
 
 _SHOWN = 20
 
@@ -186,7 +186,7 @@ def compare(
     comparable = [key for key in common if key not in incomparable]
     for index in indexes:
         check_values(index, comparable)
-    found = [ValueDifference(key, chosen[0][key], whole_piece(first, key).numel) for key in comparable]
+    found = [ValueDifference(key, chosen[0][key], first.whole_piece(key).numel) for key in comparable]
     values = [difference for difference in _compare_values(first, second, found, progress) if difference.differing]
     has_trainer_state = not is_limited and any(kind == TRAINER for some in kinds for kind in some.values())
     return Difference(
@@ -214,7 +214,7 @@ def _compare_values(
     first: CheckpointIndex, second: CheckpointIndex, found: list[ValueDifference], progress: Callable[[int, int], None] | None
 ) -> list[ValueDifference]:
     keys = [one.key for one in found]
-    parts = (iter_values(index, [whole_piece(index, key) for key in keys]) for index in (first, second))
+    parts = (iter_values(index, [index.whole_piece(key) for key in keys]) for index in (first, second))
     done, total = 0, sum(one.numel * DTYPE_NBYTES[first.dtypes[one.key]] for one in found)
     for one, other in zip(*parts, strict=True):
         dtypes = first.dtypes[keys[one.number]], second.dtypes[keys[one.number]]

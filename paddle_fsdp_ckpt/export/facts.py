@@ -11,7 +11,7 @@ from ..storage.format import JsonValue, cut_text, parse_json
 from ..storage.index import CheckpointIndex
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, text_and_arrays
 from .text import NOTHING, value_text
-from .values import read_values, whole_piece
+from .values import read_values
 
 _WIDTH = 100
 _OPTIMIZER = "optimizer"
@@ -82,7 +82,7 @@ def _kept(index: CheckpointIndex) -> _Kept:
 
 
 def _bytes(index: CheckpointIndex, key: str) -> bytes:
-    return read_values(index, whole_piece(index, key)).tobytes()
+    return read_values(index, index.whole_piece(key)).tobytes()
 
 
 def _kept_differences(one: _Kept, other: _Kept, with_extra_state: bool) -> Iterator[FactDifference]:

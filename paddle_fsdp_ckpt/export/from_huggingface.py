@@ -19,7 +19,6 @@ from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .tensors import TensorReader
 from .text import size_text
-from .values import whole_piece
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _sources(index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None)
     names = [name for name in index.stored if not name.endswith(COMPUTED)]
     sources: dict[str, TensorSource] = {}
     for name, (rule, values) in recipe.inverse().rules_of(names).items():
-        (source,) = apply_rule(rule, values, whole_piece(index, name), config)
+        (source,) = apply_rule(rule, values, index.whole_piece(name), config)
         if source.name in sources:
             raise MismatchError(f"'{name}' and '{sources[source.name].slab.key}' both become '{source.name}'")
         sources[source.name] = source

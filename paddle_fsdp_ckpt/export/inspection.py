@@ -22,7 +22,6 @@ from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
 from .roots import checkpoints_in
 from .statistics import Statistics, statistics_of
 from .text import Block, BlockReport, Table, size_text, value_text
-from .values import whole_piece
 
 _LONGEST = 1000
 _WIDTH = 110
@@ -272,10 +271,10 @@ def _inspect(
     chosen = [key for key in listed if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
     if pattern is not None and not chosen:
         raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
-    problems = plan_read(index, [whole_piece(index, key) for key in index.stored], ()).problems.uncovered
+    problems = plan_read(index, [index.whole_piece(key) for key in index.stored], ()).problems.uncovered
     broken = {problem.key for problem in problems}
     readable = [key for key in chosen if statistics and key not in broken]
-    of_values = dict(zip(readable, statistics_of(index, [whole_piece(index, key) for key in readable], progress), strict=True))
+    of_values = dict(zip(readable, statistics_of(index, [index.whole_piece(key) for key in readable], progress), strict=True))
     records = [*index.files, *([manifest.paddle_metadata] if manifest is not None and manifest.paddle_metadata else [])]
     return Inspection(
         path,
@@ -303,7 +302,7 @@ def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
     for key, kind in kinds.items():
         group = kind, index.dtypes[key]
         keys[group] += 1
-        elements[group] += whole_piece(index, key).numel
+        elements[group] += index.whole_piece(key).numel
     order = {MODEL: 0, MASTERS: 1, SHARDED: 3, TRAINER: 4}
     for kind, dtype in sorted(keys, key=lambda group: (order.get(group[0], 2), group)):
         count = elements[kind, dtype]

@@ -13,11 +13,11 @@ from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.reader import PARTIAL_STATE
 from .recipes.rules import TensorSource
-from .values import Array, copy_transposed, iter_values, read_into, whole_piece
+from .values import Array, copy_transposed, iter_values, read_into
 
 
 @dataclass(frozen=True)
-class Target:
+class TensorTarget:
     """A tensor of a model, and where its values come from.
 
     Attributes:
@@ -55,7 +55,7 @@ class LocalValues:
         numel_placed: how many elements got their values so far.
     """
 
-    def __init__(self, index: CheckpointIndex, target: Target, kept: Range, data: memoryview) -> None:
+    def __init__(self, index: CheckpointIndex, target: TensorTarget, kept: Range, data: memoryview) -> None:
         """Take ``data``, the writable bytes of the elements ``kept``, of the target's dtype."""
         self._index = index
         self._target = target
@@ -96,7 +96,7 @@ class LocalValues:
             common = run.intersect(self._kept)
             if common.numel:
                 wanted = common.shift(position - run.start)
-                yield replace(whole_piece(self._index, source.name), flat_range=wanted), common.start - self._kept.start
+                yield replace(self._index.whole_piece(source.name), flat_range=wanted), common.start - self._kept.start
             position += run.numel
 
     def put_rows(self, source: TensorSource, rows: Range, columns: Range, values: Array) -> None:

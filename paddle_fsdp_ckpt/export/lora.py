@@ -16,7 +16,6 @@ from ..storage.plan import FLOATING_DTYPES
 from .contents import Contents, contents_of
 from .recipes.rules import Recipe
 from .renaming import renamed
-from .values import whole_piece
 
 WRAPPER = "model."
 """What PaddleFormers' ``LoRAModel`` puts before the names of the model that it wraps."""
@@ -90,7 +89,7 @@ def find_adapters(index: CheckpointIndex, *, alpha: float | None, master_weights
 
     def piece_of(layer: str, name: str) -> Piece:
         key = _join(layer, name)
-        return whole_piece(index, contents.masters.get(key, key) if master_weights else key)
+        return index.whole_piece(contents.masters.get(key, key) if master_weights else key)
 
     pairs = {layer: (piece_of(layer, _A), piece_of(layer, _B)) for layer in layers}
     wrong = [

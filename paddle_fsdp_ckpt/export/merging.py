@@ -20,7 +20,7 @@ from .output import OutputTensor
 from .recipes.rules import TensorSource
 from .statistics import as_float64
 from .tensors import TensorReader
-from .values import BATCH_NUMEL, Array, check_values, copy_transposed, iter_values, read_values, whole_piece
+from .values import BATCH_NUMEL, Array, check_values, copy_transposed, iter_values, read_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
 def _described(index: CheckpointIndex, key: str) -> BaseParameter:
     dtype, shape = index.dtypes[key], index.global_shape(key)
     seed = seed_of(dtype, shape)
-    parts = iter_values(index, [whole_piece(index, key)])
+    parts = iter_values(index, [index.whole_piece(key)])
     sums = [sum_of_elements(part.values.view(np.uint8).data, DTYPE_NBYTES[dtype], part.start, seed) for part in parts]
     return BaseParameter(dtype, shape, checksum_text(seed, sums))
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, MismatchError, counted, listing
-from ..pieces import Piece
+from ..pieces import Piece, whole_piece
 from ..storage.comparison import have_same_values
 from ..storage.index import CheckpointIndex
 from .config import TIED, ModelConfig
@@ -15,7 +15,6 @@ from .contents import Contents
 from .planning.architecture import planned_units
 from .recipes import COPY, RECIPES
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
-from .values import whole_piece
 
 _LAYER = "layer"
 
@@ -90,7 +89,7 @@ def _whole(index: CheckpointIndex, contents: Contents, key: str, master_weights:
         raise MismatchError(
             f"'{key}' has shape {list(index.global_shape(key))}, and its master weight '{stored}' {list(index.global_shape(stored))}"
         )
-    return whole_piece(index, stored)
+    return index.whole_piece(stored)
 
 
 def _tied_keys(index: CheckpointIndex, contents: Contents, rules: dict[str, Rule]) -> dict[str, str]:
@@ -163,7 +162,7 @@ def _check_described(
         planned = [one for unit in planned_units(config, "float32") for one in unit.parameters]
     except CheckpointError as error:  # a field is missing, whose default is the reader's
         return f"whether the tensors, copied as they are, fit their configuration was not checked: {error}" if recipe is COPY else None
-    pieces = {one.names[0]: Piece(one.names[0], one.dtype, one.shape, (0,) * len(one.shape), one.shape) for one in planned}
+    pieces = {one.names[0]: whole_piece(one.names[0], one.dtype, one.shape) for one in planned}
     described = {
         source.name: source.shape
         for name, (rule, values) in family.rules_of(pieces).items()

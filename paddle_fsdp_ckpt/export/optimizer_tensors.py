@@ -33,7 +33,6 @@ from .new_directory import sync
 from .recipes.rules import Recipe, TensorSource
 from .safetensors_files import index_name, write_files
 from .tensors import TensorReader
-from .values import whole_piece
 
 OPTIMIZER_DIRECTORY = "optimizer"
 DESCRIPTION_NAME = "optimizer.json"
@@ -157,7 +156,7 @@ def _source(index: CheckpointIndex, parameter: TensorSource, state: str, key: st
         return replace(parameter, name=name, slab=replace(parameter.slab, key=key, dtype=index.dtypes[key]))
     is_whole = parameter.numel == math.prod(parameter.slab.global_shape) and not parameter.transpose
     if math.prod(shape) == 1 or is_whole:
-        return TensorSource(name, shape, whole_piece(index, key), (Range(0, (shape or (1,))[0]),))
+        return TensorSource(name, shape, index.whole_piece(key), (Range(0, (shape or (1,))[0]),))
     return None
 
 

@@ -13,11 +13,11 @@ from ..layout import Range
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.reader import PARTIAL_STATE
-from .local_values import Target, first_element
+from .local_values import TensorTarget, first_element
 from .recipes.rules import TensorSource
-from .values import Array, read_values, whole_piece
+from .values import Array, read_values
 
-BLOCK_NBYTES = 8 << 20
+ROW_BLOCK_NBYTES = 8 << 20
 """How large a block is, at most, where its rows aren't longer."""
 
 ROUND_NBYTES = 32 << 20
@@ -65,11 +65,11 @@ class Block:
             What :func:`~.values.read_values` raises.
         """
         length = self.source.shape[1]
-        wanted = replace(whole_piece(index, self.source.name), flat_range=Range(self.rows.start * length, self.rows.stop * length))
+        wanted = replace(index.whole_piece(self.source.name), flat_range=Range(self.rows.start * length, self.rows.stop * length))
         return read_values(index, wanted, PARTIAL_STATE).reshape(self.rows.numel, length)
 
 
-def blocks_of(index: CheckpointIndex, number: int, target: Target) -> Iterator[Block]:
+def blocks_of(index: CheckpointIndex, number: int, target: TensorTarget) -> Iterator[Block]:
     """Yield the blocks of a target's sources that lie the other way round; each rank reads about as much of a source as it keeps of it.
 
     Args:
@@ -88,7 +88,7 @@ def blocks_of(index: CheckpointIndex, number: int, target: Target) -> Iterator[B
             if common.numel:
                 columns.append((rank, common.shift(-first)))
         itemsize = DTYPE_NBYTES[index.dtypes[source.name]]
-        at_once = max(1, BLOCK_NBYTES // (source.shape[1] * itemsize))
+        at_once = max(1, ROW_BLOCK_NBYTES // (source.shape[1] * itemsize))
         total = sum(one.numel for _, one in columns)
         start = done = 0
         for rank, one in columns:

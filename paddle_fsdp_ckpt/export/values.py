@@ -39,12 +39,6 @@ class Part(NamedTuple):
     values: Array
 
 
-def whole_piece(index: CheckpointIndex, key: str) -> Piece:
-    """Return the piece that is all of a key's tensor."""
-    shape = index.global_shape(key)
-    return Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape)
-
-
 def check_values(index: CheckpointIndex, keys: Sequence[str]) -> None:
     """Raise unless the checkpoint holds every element of these keys, and copies of the same elements are equal.
 
@@ -53,7 +47,7 @@ def check_values(index: CheckpointIndex, keys: Sequence[str]) -> None:
         CorruptCheckpointError: copies differ, or a file is damaged where there are copies.
         IncompleteCheckpointError: a file vanished.
     """
-    plan = plan_read(_only(index, keys), [whole_piece(index, key) for key in keys], ())
+    plan = plan_read(_only(index, keys), [index.whole_piece(key) for key in keys], ())
     if plan.problems.uncovered:
         raise MismatchError(
             f"'{index.path}' doesn't hold all elements of {counted(len(plan.problems.uncovered), 'key')}: "

@@ -29,7 +29,7 @@ from ..storage.stock import open_index
 from ..subjects import ModelTensors, Stepper, Subjects
 from .exact import plan_exact_load
 from .options import LoadOptions, Patterns, map_names, unused_prefixes
-from .planned import LoadPlan, Target, TargetReading, counter_of, read_targets
+from .planned import KeyTarget, LoadPlan, TargetReading, counter_of, read_targets
 from .report import CastKey, LoadNotes
 from .saved_names import RenamedCheckpoint, rename_checkpoint
 
@@ -81,7 +81,7 @@ class _Planner:
     given: Subjects
     options: LoadOptions
     progress: ProgressLine
-    targets: list[Target] = field(default_factory=list)
+    targets: list[KeyTarget] = field(default_factory=list)
     expected: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     not_asked_for: list[str] = field(default_factory=list)
@@ -154,17 +154,17 @@ class _Planner:
                 if self.wanted.steppers:
                     self.left_out |= self.states_of(name)
 
-    def _model_target(self, key: str, weight: ShardedWeight) -> Target:
+    def _model_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
         piece = piece_of(key, weight)
         if self.options.cast and self.index.dtypes.get(key) in _LOW_PRECISION:
             master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
             if master in self.states_of(key) and self.index.dtypes.get(master) == piece.dtype:
-                return Target(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
-        return Target(key, piece, weight.local_tensor)
+                return KeyTarget(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
+        return KeyTarget(key, piece, weight.local_tensor)
 
-    def _state_target(self, key: str, weight: ShardedWeight) -> Target:
+    def _state_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
         source = self._state_source(key)
-        return Target(key, piece_of(source, weight), weight.local_tensor, is_substitute=source == key.rpartition(".")[0])
+        return KeyTarget(key, piece_of(source, weight), weight.local_tensor, is_substitute=source == key.rpartition(".")[0])
 
     def _state_source(self, key: str) -> str:
         """Return the key of the checkpoint that holds a state."""
@@ -302,7 +302,7 @@ class _Planner:
             base=self.base,
         )
 
-    def _stored_piece(self, target: Target) -> Piece:
+    def _stored_piece(self, target: KeyTarget) -> Piece:
         stored = self.index.dtypes[target.source]
         return replace(target.piece, dtype=stored) if self.options.cast and can_cast(stored, target.piece.dtype) else target.piece
 
@@ -321,7 +321,7 @@ class _Planner:
             nothing_matched=problems.nothing_matched and bool(self.expected or self.wanted.model is not None),
         )
 
-    def _check_kept_masters(self, missing: Sequence[Target]) -> None:
+    def _check_kept_masters(self, missing: Sequence[KeyTarget]) -> None:
         kept = [one.key for one in missing if one.piece.dtype in _LOW_PRECISION]
         if kept and not self.wanted.steppers and not self.wanted.sharding.masters_follow_singly:
             self.others.append(
@@ -329,7 +329,7 @@ class _Planner:
                 "optimizer too"
             )
 
-    def _check_values(self, targets: Sequence[Target], reads: ReadPlan) -> ReadProblems:
+    def _check_values(self, targets: Sequence[KeyTarget], reads: ReadPlan) -> ReadProblems:
         """Read what must be judged before anything changes, and judge it."""
         dtypes, files = self.index.dtypes, self.index.files
         conflicts = {
@@ -360,13 +360,13 @@ class _Planner:
             return [str(error)]
         return []
 
-    def _verify(self, targets: Sequence[Target]) -> ReadPlan:
+    def _verify(self, targets: Sequence[KeyTarget]) -> ReadPlan:
         """Return how to read some of the targets, of which all digests are right."""
         reads = plan_read(self.index, [self._stored_piece(one) for one in targets], ())
         verify_first(reads)
         return reads
 
-    def _casts(self, targets: Sequence[Target]) -> list[CastKey]:
+    def _casts(self, targets: Sequence[KeyTarget]) -> list[CastKey]:
         casts = []
         for one in targets:
             saved, now = self.index.dtypes[one.source], one.piece.dtype

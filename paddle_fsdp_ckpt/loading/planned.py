@@ -39,7 +39,7 @@ class Reading(Protocol):
         ...
 
 
-class Target(NamedTuple):
+class KeyTarget(NamedTuple):
     """One key to load.
 
     Attributes:
@@ -64,7 +64,7 @@ class Target(NamedTuple):
 class TargetReading:
     """Targets, each for itself: what is read for each of them, in the dtypes of the checkpoint."""
 
-    targets: list[Target]
+    targets: list[KeyTarget]
     reads: ReadPlan
 
     @property
@@ -164,7 +164,7 @@ def counter_of(progress: ProgressLine, reads: ReadPlan) -> Callable[[int], None]
 
 
 def read_targets(
-    index: CheckpointIndex, targets: Sequence[Target], reads: ReadPlan, progress: ProgressLine, *, check_digests: bool = True
+    index: CheckpointIndex, targets: Sequence[KeyTarget], reads: ReadPlan, progress: ProgressLine, *, check_digests: bool = True
 ) -> None:
     """Read the values of the targets into them, those of other dtypes through a buffer of bounded size."""
     pieces = [one.piece for one in targets]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
-from ..pieces import Piece
+from ..pieces import Piece, whole_piece
 from .columns import FileColumns, columns_of
 from .digests import digest
 from .entries import Entry, Stored
@@ -101,6 +101,10 @@ class CheckpointIndex:
     def global_shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor under ``key``."""
         return self.stored[key][0][1].global_shape
+
+    def whole_piece(self, key: str) -> Piece:
+        """Return the piece that is all of the tensor under ``key``."""
+        return whole_piece(key, self.dtypes[key], self.global_shape(key))
 
     def pieces(self, key: str) -> Iterator[StoredPiece]:
         """Yield the stored pieces of ``key``; a flat range over all of its box is given as the box."""

@@ -148,11 +148,10 @@ def check_complete(index: CheckpointIndex) -> list[Duplicate]:
         MismatchError: it lists the keys.
     """
     # Nearly all keys are ranges that follow each other, which the columns tell of all at once.
-    keys = index.stored if index.table is None else index.table.uncovered_keys()
-    shapes = {key: index.global_shape(key) for key in keys}
-    if not shapes:
+    keys = list(index.stored if index.table is None else index.table.uncovered_keys())
+    if not keys:
         return []
-    plan = plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], shapes)
+    plan = plan_read(index, [index.whole_piece(key) for key in keys], keys)
     uncovered = plan.problems.uncovered
     if uncovered:
         raise MismatchError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CheckpointError, CorruptCheckpointError, listing
-from ..pieces import Piece
+from ..pieces import Piece, whole_piece
 from .format import Manifest
 from .index import CheckpointIndex, read_columns
 from .plan import plan_read
@@ -85,7 +85,7 @@ def without_reserved(index: CheckpointIndex) -> CheckpointIndex:
 
 def bytes_piece(key: str, nbytes: int) -> Piece:
     """Return the piece under which a number of bytes, at least one, is stored."""
-    return Piece(key, "uint8", (nbytes,), (0,), (nbytes,))
+    return whole_piece(key, "uint8", (nbytes,))
 
 
 def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -> dict[str, bytearray]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import counted, listing
-from ..pieces import Piece
 from .entries import Stored
 from .format import JsonValue
 from .index import CheckpointIndex
@@ -77,8 +76,7 @@ def salvage(path: str | os.PathLike[str], *, workers: int | None = None, progres
     """
     found = survey(Path(path), workers=workers, progress=progress)
     left, reasons = _without_damage(found)
-    shapes = {key: left.global_shape(key) for key in left.stored}
-    plan = plan_read(left, [Piece(key, left.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], ())
+    plan = plan_read(left, [left.whole_piece(key) for key in left.stored], ())
     # A key whose damaged pieces have intact copies is whole.
     lost = {key: why for key, why in reasons.items() if key not in left}
     lost |= {problem.key: reasons.get(problem.key, problem.text) for problem in plan.problems.uncovered}

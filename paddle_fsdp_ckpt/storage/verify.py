@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
-from ..pieces import Piece
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
 from .index import CheckpointIndex
 from .plan import Duplicate, ReadPlan, plan_read
@@ -202,8 +201,7 @@ def _touches_damage(found: Survey, one: Duplicate) -> bool:
 
 
 def _plan_all(index: CheckpointIndex) -> ReadPlan:
-    shapes = {key: index.global_shape(key) for key in index.stored}
-    return plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], ())
+    return plan_read(index, [index.whole_piece(key) for key in index.stored], ())
 
 
 def _verify_stock(path: Path) -> VerifyReport:

@@ -42,18 +42,18 @@ def made(shapes: Arrays | Mapping[str, tuple[int, ...]], dtype: str = "float32")
 @contextmanager
 def small_rounds(block_nbytes: int, round_nbytes: int) -> Iterator[list[int]]:
     """Let blocks and rounds be so small, and give the lengths of what this rank sends, one a round."""
-    kept = row_blocks.BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all
+    kept = row_blocks.ROW_BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all
     sent: list[int] = []
 
     def noting(self: Communicator, outgoing: Any, *others: Any) -> Any:
         sent.append(int(outgoing.shape[0]))
         return kept[2](self, outgoing, *others)
 
-    row_blocks.BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all = block_nbytes, round_nbytes, noting
+    row_blocks.ROW_BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all = block_nbytes, round_nbytes, noting
     try:
         yield sent
     finally:
-        row_blocks.BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all = kept
+        row_blocks.ROW_BLOCK_NBYTES, row_blocks.ROUND_NBYTES, Communicator.all_to_all = kept
 
 
 @contextmanager

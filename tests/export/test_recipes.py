@@ -18,7 +18,7 @@ from paddle_fsdp_ckpt.export.config import ModelConfig
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.recipes import RECIPES, choose_recipe, read_recipe
 from paddle_fsdp_ckpt.export.recipes.rules import Recipe, Rule, apply_rule
-from paddle_fsdp_ckpt.pieces import Piece
+from paddle_fsdp_ckpt.pieces import Piece, whole_piece
 
 Ranks = Callable[[int], RankPool]
 
@@ -29,7 +29,7 @@ def write_recipe(path: Path, *rules: Any) -> Path:
 
 
 def whole(key: str, *shape: int) -> Piece:
-    return Piece(key, "float32", shape, (0,) * len(shape), shape)
+    return whole_piece(key, "float32", shape)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from paddle_fsdp_ckpt.errors import CheckpointError
-from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MANIFEST_NAME, PADDLE_METADATA_NAME
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read, verify_first
@@ -26,8 +25,7 @@ Damage = Iterator[tuple[str, Path]]
 def load_all(path: Path) -> None:
     """Load every value of a checkpoint, after checking all that is read; raise where something is wrong, before anything is loaded."""
     index = open_index(path)
-    shapes = {key: index.global_shape(key) for key in index.stored}
-    plan = plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], shapes)
+    plan = plan_read(index, [index.whole_piece(key) for key in index.stored], index.stored)
     plan.problems.raise_if_any()
     check_duplicates(plan)
     verify_first(plan)

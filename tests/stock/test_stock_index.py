@@ -23,7 +23,6 @@ from stock_forms import save_form
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 from paddle_fsdp_ckpt.layout import Range
-from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.comparison import have_same_values
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read
@@ -38,7 +37,7 @@ def whole_values(path: Path, key: str, dtype: str) -> np.ndarray:
     index = open_index(path)
     shape = index.global_shape(key)
     array = np.full(shape, 77, dtype)
-    plan = plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape)], index.stored)
+    plan = plan_read(index, [index.whole_piece(key)], index.stored)
     plan.problems.raise_if_any()
     check_duplicates(plan)
     execute_read(plan, [memoryview(array.reshape(-1)).cast("B")])

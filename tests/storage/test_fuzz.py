@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from paddle_fsdp_ckpt import errors
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError
-from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.digests import Digester
 from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MANIFEST_NAME, FileRecord, Manifest
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES, decode_header, encode_header
@@ -61,8 +60,7 @@ def fit_manifest(path: Path) -> None:
 
 def read_everything(path: Path) -> None:
     index = read_index(path)
-    shapes = {key: index.global_shape(key) for key in index.stored}
-    plan = plan_read(index, [Piece(key, index.dtypes[key], shape, (0,) * len(shape), shape) for key, shape in shapes.items()], shapes)
+    plan = plan_read(index, [index.whole_piece(key) for key in index.stored], index.stored)
     plan.problems.raise_if_any()
     check_duplicates(plan)
     verify_first(plan)

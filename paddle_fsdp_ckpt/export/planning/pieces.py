@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...layout import FlatBuffer, Layout, Range, Slot, build_flat_buffer
 from ...optimizer_states import StateKind
-from ...pieces import Piece
+from ...pieces import Piece, whole_piece
 from .architecture import PlannedUnit
 from .states import PlannedState
 
@@ -72,7 +72,7 @@ def rank_pieces(layout: PlannedLayout, rank: int, states_of: Callable[[str], Seq
             elif state.kind is StateKind.STACKED:
                 yield Piece(key, state.dtype, (1, slot.numel), (0, part.start), (1, part.numel))
             elif part.start == 0:
-                yield Piece(key, state.dtype, (1,), (0,), (1,))
+                yield whole_piece(key, state.dtype, (1,))
 
 
 def _elementwise(key: str, dtype: str, slot: Slot, part: Range) -> Piece:
