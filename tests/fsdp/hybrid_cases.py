@@ -14,9 +14,10 @@ from harness import hybrid_groups, separate_stores, this_rank
 from paddle import nn
 from paddle.distributed import fleet
 from paddle.distributed.fleet.base import topology
+from scenario_table import adamw, sgd
 from training_models import Images, Net
 from training_runs import Run, compare, language_loss
-from training_scenarios import SCENARIOS, adamw, sgd
+from training_scenarios import SCENARIOS
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import errors

@@ -8,9 +8,10 @@ from typing import Any
 
 import paddle
 from harness import hybrid_groups
+from scenario_table import sgd
 from training_models import Net
 from training_runs import Run, compare, language_loss
-from training_scenarios import FLOAT32, SCENARIOS, sgd
+from training_scenarios import FLOAT32, SCENARIOS
 
 from paddle_fsdp_ckpt.fsdp import Communicator
 from paddle_fsdp_ckpt.training import fully_shard
