@@ -15,7 +15,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 from harness import this_rank
-from manager_cases import build, train_step
+from manager_runs import build, train_step
 from paddle import nn
 from paddle.base import core
 

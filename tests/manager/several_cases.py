@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import paddle
 from harness import hybrid_groups, this_rank
-from manager_cases import everything
 from paddle import nn
+from trainer_state_cases import everything
 
 import paddle_fsdp_ckpt as ckpt
 

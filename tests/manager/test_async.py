@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import async_cases
-import manager_cases as cases
 import pytest
 from harness import RankPool
 
+import paddle_fsdp_ckpt
 from paddle_fsdp_ckpt.manager.background import Worker
 
 Ranks = Callable[[int], RankPool]
@@ -106,7 +106,7 @@ if {fail}:
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_a_process_that_ends_waits_and_says_what_failed(fail: bool, tmp_path: Path) -> None:
-    package = Path(cases.ckpt.__file__).parents[1]
+    package = Path(paddle_fsdp_ckpt.__file__).parents[1]
     command = [sys.executable, "-c", SCRIPT.format(fail=fail)]
     run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(package)}, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr

@@ -11,43 +11,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import manager_cases as cases
+import history_cases
+import manager_runs
 import numpy as np
 import pytest
+import step_cases
+import trainer_state_cases
 from harness import RankError, RankPool
+from manager_runs import call
+
+import paddle_fsdp_ckpt
 
 Ranks = Callable[[int], RankPool]
 
 
 def on(pool: RankPool, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """Run a function on all ranks, with arguments by name too."""
-    return pool.run(cases.call, function.__name__, arguments, options)
+    return pool.run(call, function, arguments, options)
 
 
 def errors_on(pool: RankPool, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[RankError]:
     """Run a function that raises on all ranks."""
-    return pool.errors(cases.call, function.__name__, arguments, options)
+    return pool.errors(call, function, arguments, options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_is_the_uninterrupted_one(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
-    whole = on(ranks(world_size), cases.run, str(tmp_path / "whole"), 0, 6)
-    first = on(ranks(world_size), cases.run, str(tmp_path / "cut"), 0, 3)
-    second = on(ranks(world_size), cases.run, str(tmp_path / "cut"), 3, 6)
+    whole = on(ranks(world_size), manager_runs.run, str(tmp_path / "whole"), 0, 6)
+    first = on(ranks(world_size), manager_runs.run, str(tmp_path / "cut"), 0, 3)
+    second = on(ranks(world_size), manager_runs.run, str(tmp_path / "cut"), 3, 6)
     for (uninterrupted, _), (before, _), (after, _) in zip(whole, first, second, strict=True):
         assert before + after == uninterrupted
 
 
 def test_replicas_resume_under_a_manager(tmp_path: Path, ranks: Ranks) -> None:
     """With every rank's own random numbers, and tensors of the user's own, which two replicas hold."""
-    whole = on(ranks(4), cases.run, str(tmp_path / "whole"), 0, 4, shards=2)
-    first = on(ranks(4), cases.run, str(tmp_path / "cut"), 0, 2, shards=2)
-    second = on(ranks(4), cases.run, str(tmp_path / "cut"), 2, 4, shards=2, async_save=True)
+    whole = on(ranks(4), manager_runs.run, str(tmp_path / "whole"), 0, 4, shards=2)
+    first = on(ranks(4), manager_runs.run, str(tmp_path / "cut"), 0, 2, shards=2)
+    second = on(ranks(4), manager_runs.run, str(tmp_path / "cut"), 2, 4, shards=2, async_save=True)
     for (uninterrupted, _), (before, _), (after, _) in zip(whole, first, second, strict=True):
         assert before + after == uninterrupted
-    owns = on(ranks(4), cases.save_everything, str(tmp_path / "all"), async_save=True, shards=2)
+    owns = on(ranks(4), trainer_state_cases.save_everything, str(tmp_path / "all"), async_save=True, shards=2)
     right = {key: np.concatenate([own[key].reshape(-1) for own in owns[:2] if key in own]) for own in owns[:2] for key in own}
-    for *_, rank_states, pieces, differences in on(ranks(2), cases.restore_everything, str(tmp_path / "all")):
+    for *_, rank_states, pieces, differences in on(ranks(2), trainer_state_cases.restore_everything, str(tmp_path / "all")):
         assert {rank: state["sample"] for rank, state in rank_states.items()} == {rank: 100 * rank for rank in range(4)}
         for key, (flat, values) in pieces.items():
             np.testing.assert_array_equal(values, right[key][flat])
@@ -55,11 +61,11 @@ def test_replicas_resume_under_a_manager(tmp_path: Path, ranks: Ranks) -> None:
 
 
 def test_the_manager_works_without_a_job(tmp_path: Path, single: RankPool) -> None:
-    assert [steps for _, steps in on(single, cases.run, str(tmp_path / "root"), 0, 3, 1)] == [[1, 2, 3]]
+    assert [steps for _, steps in on(single, manager_runs.run, str(tmp_path / "root"), 0, 3, 1)] == [[1, 2, 3]]
 
 
 def test_an_empty_root_restores_nothing(tmp_path: Path, ranks: Ranks) -> None:
-    assert on(ranks(2), cases.restore_only, str(tmp_path / "root")) == [(None, None)] * 2
+    assert on(ranks(2), manager_runs.restore_only, str(tmp_path / "root")) == [(None, None)] * 2
     assert not (tmp_path / "root").exists()
 
 
@@ -67,7 +73,7 @@ def test_an_empty_root_restores_nothing(tmp_path: Path, ranks: Ranks) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory, rank_pools: object) -> Path:
     """A root of 2 ranks with steps 1 to 3."""
     root = tmp_path_factory.mktemp("saved") / "root"
-    on(rank_pools.pool(2), cases.run, str(root), 0, 3)  # type: ignore[attr-defined]
+    on(rank_pools.pool(2), manager_runs.run, str(root), 0, 3)  # type: ignore[attr-defined]
     return root
 
 
@@ -89,7 +95,7 @@ def test_restore_skips_what_is_no_step_and_says_so(world_size: int, root: Path, 
     (root / "step_00000007").mkdir()
     (root / "step_8").mkdir()
     (root / "notes.txt").write_text("mine")
-    for step, report in on(ranks(world_size), cases.restore_only, str(root)):
+    for step, report in on(ranks(world_size), manager_runs.restore_only, str(root)):
         assert step == 3
         assert report[0] == {
             ".step_00000009.staging-0123456789abcdef": "what a save that was killed, or is not finished, wrote",
@@ -107,14 +113,14 @@ def test_the_next_save_clears_left_overs_and_nothing_foreign(root: Path, ranks: 
         (root / name).mkdir()
         (root / name / "file").write_text("x")
     (root / "notes.txt").write_text("mine")
-    assert on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=4, max_to_keep=2) == [[3, 4]] * 2
+    assert on(ranks(2), step_cases.save_in_used_root, str(root), resume=True, step=4, max_to_keep=2) == [[3, 4]] * 2
     names = sorted(path.name for path in root.iterdir())
     assert names == [".other.staging-0123456789abcdef", "history.jsonl", "notes.txt", "step_00000003", "step_00000004"]
 
 
 def test_a_killed_replacement_is_healed(root: Path, ranks: Ranks) -> None:
     (root / "step_00000003").rename(root / ".step_00000003.replaced-0123456789abcdef")
-    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+    assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [3, 3]
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "manifest", "own state", "renamed"])
@@ -133,19 +139,19 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(damage: str
     else:
         newest.rename(root / "step_00000005")
     name = "step_00000005" if damage == "renamed" else "step_00000003"
-    for kind, text, unchanged in on(ranks(2), cases.refuse, str(root), "restore"):
+    for kind, text, unchanged in on(ranks(2), manager_runs.refuse, str(root), "restore"):
         assert f"{name} is damaged, and the step before it is step_00000002: restore(fall_back=True) takes that." in text
         assert kind in ("CorruptCheckpointError", "IncompleteCheckpointError", "RankFailedError")
         assert unchanged
-    for step, later in on(ranks(2), cases.fall_back_and_go_on, str(root), 3):
+    for step, later in on(ranks(2), step_cases.fall_back_and_go_on, str(root), 3):
         assert (step, later) == (2, [1, 2, 3])
     assert not (root / "step_00000005").exists()
-    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+    assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [3, 3]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.ENOMEM])
 def test_what_the_disk_does_not_give_is_damage_and_what_the_process_lacks_is_not(code: int, root: Path, ranks: Ranks) -> None:
-    first, second = on(ranks(2), cases.restore_from_a_bad_disk, str(root), code)
+    first, second = on(ranks(2), step_cases.restore_from_a_bad_disk, str(root), code)
     assert "/step_00000003/" in first[1] and os.strerror(code) in first[1]
     is_damage = code != errno.ENOMEM
     assert (first[0], second[0]) == ("RankFailedError", "CorruptCheckpointError" if is_damage else "RankFailedError")
@@ -160,81 +166,85 @@ def test_what_the_disk_does_not_give_is_damage_and_what_the_process_lacks_is_not
 
 
 def test_what_the_disk_gives_when_it_is_asked_again_costs_no_step(root: Path, ranks: Ranks) -> None:
-    assert on(ranks(2), cases.restore_from_a_disk_that_stumbles, str(root), errno.EIO) == [(3, [1, 2, 3, 4])] * 2
+    assert on(ranks(2), step_cases.restore_from_a_disk_that_stumbles, str(root), errno.EIO) == [(3, [1, 2, 3, 4])] * 2
 
 
 def test_a_step_that_does_not_fit_is_no_damage(root: Path, ranks: Ranks) -> None:
-    for kind, text, unchanged in on(ranks(2), cases.refuse, str(root), "restore", fall_back=True, lr_scheduler=[], parts=["nonsense"]):
+    for kind, text, unchanged in on(
+        ranks(2), manager_runs.refuse, str(root), "restore", fall_back=True, lr_scheduler=[], parts=["nonsense"]
+    ):
         assert kind == "CheckpointError"
         assert "nonsense" in text
         assert unchanged
 
 
 def test_one_step_can_be_chosen(root: Path, ranks: Ranks) -> None:
-    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root), step=2)] == [2, 2]
-    for kind, text, _ in on(ranks(2), cases.refuse, str(root), "restore", step=7):
+    assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root), step=2)] == [2, 2]
+    for kind, text, _ in on(ranks(2), manager_runs.refuse, str(root), "restore", step=7):
         assert kind == "IncompleteCheckpointError"
         assert "has no step_00000007; it has step_00000001, step_00000002, step_00000003" in text
 
 
 def test_a_used_root_needs_a_choice(root: Path, ranks: Ranks) -> None:
-    for kind, text, _ in on(ranks(2), cases.refuse, str(root), "save", step=4):
+    for kind, text, _ in on(ranks(2), manager_runs.refuse, str(root), "save", step=4):
         assert kind == "TargetExistsError"
         assert "of an earlier run; nothing was saved. Go on with restore()" in text
-    assert on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=4) == [[1, 2, 3, 4]] * 2
+    assert on(ranks(2), step_cases.save_in_used_root, str(root), resume=True, step=4) == [[1, 2, 3, 4]] * 2
 
 
 def test_a_new_run_can_overwrite_a_root(root: Path, ranks: Ranks) -> None:
     (root / "notes.txt").write_text("mine")
-    for step, _ in on(ranks(2), cases.restore_only, str(root), {"overwrite": True}):
+    for step, _ in on(ranks(2), manager_runs.restore_only, str(root), {"overwrite": True}):
         assert step is None
     assert (root / "step_00000003").exists()
-    assert on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=2, overwrite=True) == [[2]] * 2
+    assert on(ranks(2), step_cases.save_in_used_root, str(root), resume=True, step=2, overwrite=True) == [[2]] * 2
     assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", "notes.txt", "step_00000002"]
 
 
 def test_steps_ascend(root: Path, ranks: Ranks) -> None:
-    for kind, text, _ in on(ranks(2), cases.refuse, str(root), "save", {"overwrite": True}, step=-1):
+    for kind, text, _ in on(ranks(2), manager_runs.refuse, str(root), "save", {"overwrite": True}, step=-1):
         assert (kind, "step is -1, and must be at least 0" in text) == ("CheckpointError", True)
-    for error in errors_on(ranks(2), cases.save_in_used_root, str(root), resume=True, step=3):
+    for error in errors_on(ranks(2), step_cases.save_in_used_root, str(root), resume=True, step=3):
         assert "step 3 is not later than step_00000003" in error.message
-    assert on(ranks(2), cases.go_back, str(root), np.int64(1), np.int64(2), discard_later=True) == [([1], [1, 2])] * 2
+    assert on(ranks(2), step_cases.go_back, str(root), np.int64(1), np.int64(2), discard_later=True) == [([1], [1, 2])] * 2
     assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", "step_00000001", "step_00000002"]
 
 
 def test_going_back_discards_nothing_unasked(root: Path, ranks: Ranks) -> None:
-    for error in errors_on(ranks(2), cases.go_back, str(root), 1, 2, discard_later=False):
+    for error in errors_on(ranks(2), step_cases.go_back, str(root), 1, 2, discard_later=False):
         assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
-    told, quiet = on(ranks(2), cases.warned_of_going_back, str(root))
+    told, quiet = on(ranks(2), step_cases.warned_of_going_back, str(root))
     assert quiet == [[], [], []]
     assert told[1:] == [[], []]
     (text,) = told[0]
     assert "step_00000002, step_00000003" in text and "discard_later=True" in text and "another root" in text
-    assert [step for step, _ in on(ranks(2), cases.restore_only, str(root))] == [3, 3]
+    assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [3, 3]
 
 
 def test_the_best_and_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
     from paddle_fsdp_ckpt import KeepBest, KeepEvery
 
-    results = on(ranks(2), cases.run, str(tmp_path / "root"), 0, 7, 1, max_to_keep=1, keep=[KeepBest("loss", mode="min"), KeepEvery(3)])
+    results = on(
+        ranks(2), manager_runs.run, str(tmp_path / "root"), 0, 7, 1, max_to_keep=1, keep=[KeepBest("loss", mode="min"), KeepEvery(3)]
+    )
     for losses, steps in results:
         assert steps == sorted({3, 6, 7, 1 + int(np.argmin(losses))})
     assert sorted(path.name for path in (tmp_path / "root").glob("step_*")) == [f"step_{step:08d}" for step in results[0][1]]
     # A later run knows the metrics of the steps that are there.
     losses, kept = results[0]
-    later, steps = on(ranks(2), cases.run, str(tmp_path / "root"), 7, 8, 1, keep=[KeepBest("loss", mode="max")])[0]
+    later, steps = on(ranks(2), manager_runs.run, str(tmp_path / "root"), 7, 8, 1, keep=[KeepBest("loss", mode="max")])[0]
     worst = max([(losses[step - 1], step) for step in kept] + [(later[0], 8)])[1]
     assert steps == sorted({worst, 8})
 
 
 def test_the_best_can_not_be_kept_without_its_metric(tmp_path: Path, ranks: Ranks) -> None:
-    for text, steps in on(ranks(2), cases.keep_best, str(tmp_path / "root")):
+    for text, steps in on(ranks(2), step_cases.keep_best, str(tmp_path / "root")):
         assert text.startswith("KeepBest compares steps by loss, and this save has no such metric; nothing was saved")
         assert steps == [3, 5]
 
 
 def test_settings_that_changed_on_resume_are_warned_of(tmp_path: Path, ranks: Ranks) -> None:
-    first, *others = on(ranks(2), cases.resume_otherwise, str(tmp_path / "root"))
+    first, *others = on(ranks(2), trainer_state_cases.resume_otherwise, str(tmp_path / "root"))
     assert others == [[]]
     assert len(first) == 2
     assert "step_size was saved as 3 and is 4 now" in first[0]
@@ -242,20 +252,20 @@ def test_settings_that_changed_on_resume_are_warned_of(tmp_path: Path, ranks: Ra
 
 
 def test_a_failed_removal_stops_nobody_and_is_tried_again(tmp_path: Path, ranks: Ranks) -> None:
-    assert on(ranks(2), cases.fail_to_remove, str(tmp_path / "root")) == [([1, 2], [3])] * 2
+    assert on(ranks(2), step_cases.fail_to_remove, str(tmp_path / "root")) == [([1, 2], [3])] * 2
 
 
 def test_a_step_that_is_being_read_stays_until_after_the_next_save(tmp_path: Path, ranks: Ranks) -> None:
-    for free, kept, later in on(ranks(2), cases.remove_while_read, str(tmp_path / "root")):
+    for free, kept, later in on(ranks(2), step_cases.remove_while_read, str(tmp_path / "root")):
         assert free and not any(free)
         assert (kept, later) == ([1, 2], [3])
 
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_everything_is_restored(async_save: bool, tmp_path: Path, ranks: Ranks) -> None:
-    saved = on(ranks(2), cases.save_everything, str(tmp_path / "root"), async_save=async_save)
+    saved = on(ranks(2), trainer_state_cases.save_everything, str(tmp_path / "root"), async_save=async_save)
     for world_size in (2, 3, 1):
-        results = on(ranks(world_size), cases.restore_everything, str(tmp_path / "root"))
+        results = on(ranks(world_size), trainer_state_cases.restore_everything, str(tmp_path / "root"))
         for rank, (epoch, scale, extra, tensor, rank_states, _, differences) in enumerate(results):
             assert (epoch, scale, differences) == (3, 8.0, [])
             order, big = extra.pop("order"), extra.pop("big")
@@ -275,14 +285,16 @@ def test_everything_is_restored(async_save: bool, tmp_path: Path, ranks: Ranks) 
 def test_a_step_of_the_first_manager_is_restored(tmp_path: Path, ranks: Ranks) -> None:
     """``v1_root`` is what ``save_everything`` of the cases saved on 2 ranks before anything could be given by name. It never changes."""
     root = shutil.copytree(Path(__file__).parent / "v1_root", tmp_path / "root")
-    for rank, (epoch, scale, extra, tensor, rank_states, _, differences) in enumerate(on(ranks(2), cases.restore_everything, str(root))):
+    for rank, (epoch, scale, extra, tensor, rank_states, _, differences) in enumerate(
+        on(ranks(2), trainer_state_cases.restore_everything, str(root))
+    ):
         assert (epoch, scale, differences) == (3, 8.0, [])
         assert (extra["epoch"], extra["order"].tolist(), tensor) == (3, [0, 1, 2, 3, 4], ("paddle.bfloat16", [1.0, 2.0]))
         assert rank_states[rank]["sample"] == 100 * rank
 
 
 def test_ranks_that_give_one_key_different_values_are_heard_of_at_the_save(tmp_path: Path, ranks: Ranks) -> None:
-    for whole, overlap, alike in on(ranks(2), cases.save_conflicts, str(tmp_path / "root")):
+    for whole, overlap, alike in on(ranks(2), trainer_state_cases.save_conflicts, str(tmp_path / "root")):
         assert whole.startswith("sharded: ranks gave different values, or some none, under keys of which each has all: @paddle_fsdp_ckpt/")
         text = "different values for the same elements of 1 keys: '@paddle_fsdp_ckpt/sharded/expert' in 0_0.safetensors and 1_0.safetensors"
         assert text in overlap
@@ -292,30 +304,30 @@ def test_ranks_that_give_one_key_different_values_are_heard_of_at_the_save(tmp_p
 
 def test_parts_of_a_step_are_restored(tmp_path: Path, ranks: Ranks) -> None:
     right = [(2, True, False, ["model"]), (2, True, False, ["model"]), (2, False, True, ["optimizer"])]
-    assert ranks(2).run(cases.restore_parts, str(tmp_path / "root")) == [right] * 2
+    assert ranks(2).run(trainer_state_cases.restore_parts, str(tmp_path / "root")) == [right] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_are_digested_only_where_there_is_another_rank_to_compare_with(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(world_size).run(cases.save_with_an_average, str(tmp_path / "root")) == [world_size > 1] * world_size
+    assert ranks(world_size).run(trainer_state_cases.save_with_an_average, str(tmp_path / "root")) == [world_size > 1] * world_size
 
 
 def test_random_numbers_go_on(tmp_path: Path, ranks: Ranks) -> None:
     for alike in (False, True):
         root = str(tmp_path / f"root {alike}")
-        drawn = on(ranks(2), cases.save_and_draw, root, alike=alike)
-        assert on(ranks(2), cases.restore_and_draw, root) == drawn
-        three = on(ranks(3), cases.restore_and_draw, root)
+        drawn = on(ranks(2), trainer_state_cases.save_and_draw, root, alike=alike)
+        assert on(ranks(2), trainer_state_cases.restore_and_draw, root) == drawn
+        three = on(ranks(3), trainer_state_cases.restore_and_draw, root)
         assert three[:2] == drawn
-        assert on(ranks(3), cases.restore_and_draw, root) == three
+        assert on(ranks(3), trainer_state_cases.restore_and_draw, root) == three
         for numbers in zip(*three, strict=True):
             assert len(set(numbers)) == (1 if alike else 3)
-        assert on(ranks(1), cases.restore_and_draw, root) == drawn[:1]
+        assert on(ranks(1), trainer_state_cases.restore_and_draw, root) == drawn[:1]
 
 
 def test_the_visualdl_example(tmp_path: Path, ranks: Ranks) -> None:
-    script = Path(cases.ckpt.__file__).parents[1] / "examples" / "visualdl_checkpoints.py"
-    ranks(2).run(cases.run_example, str(script), str(tmp_path / "root"), str(tmp_path / "board"))
+    script = Path(paddle_fsdp_ckpt.__file__).parents[1] / "examples" / "visualdl_checkpoints.py"
+    ranks(2).run(history_cases.run_example, str(script), str(tmp_path / "root"), str(tmp_path / "board"))
     # VisualDL takes no other names, and shows one file of a directory.
     (log,) = (tmp_path / "board").glob("*vdlrecords*")
     scalars = [json.loads(line) for line in log.read_text().splitlines()]
@@ -326,7 +338,7 @@ def test_the_visualdl_example(tmp_path: Path, ranks: Ranks) -> None:
 
 
 def test_history_and_hook(tmp_path: Path, ranks: Ranks) -> None:
-    seen = on(ranks(2), cases.events_of, str(tmp_path / "root"))
+    seen = on(ranks(2), history_cases.events_of, str(tmp_path / "root"))
     (first, logged), second = seen
     assert first == ["save 1", "save 2", "restore 2"]
     assert second == ([], []), "only rank 0 tells"

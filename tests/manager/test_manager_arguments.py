@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import manager_cases as cases
+import manager_argument_cases
 import pytest
 from harness import RankPool
 
@@ -26,7 +26,7 @@ Ranks = Callable[[int], RankPool]
     ],
 )
 def test_what_can_not_be_saved(which: str, text: str, tmp_path: Path, ranks: Ranks) -> None:
-    for error in ranks(2).errors(cases.save_other, str(tmp_path / "root"), which):
+    for error in ranks(2).errors(manager_argument_cases.save_other, str(tmp_path / "root"), which):
         assert text in error.message
     assert not (tmp_path / "root").exists()
 
@@ -42,8 +42,8 @@ def test_what_can_not_be_saved(which: str, text: str, tmp_path: Path, ranks: Ran
     ],
 )
 def test_what_can_not_be_restored(which: str, text: str, tmp_path: Path, ranks: Ranks) -> None:
-    ranks(2).run(cases.save_with_extra, str(tmp_path / "root"))
-    for error in ranks(2).errors(cases.restore_other, str(tmp_path / "root"), which):
+    ranks(2).run(manager_argument_cases.save_with_extra, str(tmp_path / "root"))
+    for error in ranks(2).errors(manager_argument_cases.restore_other, str(tmp_path / "root"), which):
         assert text in error.message
         assert "is damaged" not in error.message
 
@@ -60,53 +60,59 @@ def test_what_can_not_be_restored(which: str, text: str, tmp_path: Path, ranks: 
     ],
 )
 def test_options_that_are_none(options: dict[str, Any], text: str, tmp_path: Path, ranks: Ranks) -> None:
-    for error in ranks(2).errors(cases.open_with, str(tmp_path / "root"), options):
+    for error in ranks(2).errors(manager_argument_cases.open_with, str(tmp_path / "root"), options):
         assert text in error.message
 
 
 def test_other_roots_are_refused(tmp_path: Path, ranks: Ranks) -> None:
-    for error in ranks(2).errors(cases.open_differently, str(tmp_path / "root")):
+    for error in ranks(2).errors(manager_argument_cases.open_differently, str(tmp_path / "root")):
         assert "root must be the same on all ranks" in error.message
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "root").write_text("x")
-    for error in ranks(2).errors(cases.open_with, str(tmp_path / "root"), {}):
+    for error in ranks(2).errors(manager_argument_cases.open_with, str(tmp_path / "root"), {}):
         assert "is no directory" in error.message
 
 
 def test_a_root_that_is_a_checkpoint_is_refused(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    for error in ranks(2).errors(cases.open_with, str(tmp_path), {}):
+    for error in ranks(2).errors(manager_argument_cases.open_with, str(tmp_path), {}):
         assert "which is a checkpoint itself" in error.message
 
 
 def test_a_closed_manager_does_nothing(tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(2).run(cases.use_after_close, str(tmp_path / "root")) == [["the CheckpointManager was closed; make a new one"] * 2] * 2
+    assert (
+        ranks(2).run(manager_argument_cases.use_after_close, str(tmp_path / "root"))
+        == [["the CheckpointManager was closed; make a new one"] * 2] * 2
+    )
 
 
 def test_an_error_in_the_block_comes_through(tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(2).run(cases.leave_by_an_error, str(tmp_path / "root")) == [[1], [1]]
+    assert ranks(2).run(manager_argument_cases.leave_by_an_error, str(tmp_path / "root")) == [[1], [1]]
 
 
 @pytest.mark.parametrize("by_error", [False, True])
 def test_a_stop_signal_that_comes_again_does_not_kill_the_last_save(by_error: bool, tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks(2).run(cases.stop_signals_while_closing, str(tmp_path / "root"), by_error) == [[1], [1]]
+    assert ranks(2).run(manager_argument_cases.stop_signals_while_closing, str(tmp_path / "root"), by_error) == [[1], [1]]
 
 
 def test_load_reads_a_managers_step(tmp_path: Path, ranks: Ranks) -> None:
-    ranks(2).run(cases.save_with_extra, str(tmp_path / "root"))
+    ranks(2).run(manager_argument_cases.save_with_extra, str(tmp_path / "root"))
     for world_size in (2, 1):
-        results = ranks(world_size).run(cases.plain_load, str(tmp_path / "root" / "step_00000001"))
+        results = ranks(world_size).run(manager_argument_cases.plain_load, str(tmp_path / "root" / "step_00000001"))
         assert results == [({"epoch": 2}, [], True)] * world_size
 
 
 def test_a_manager_restores_what_save_saved(tmp_path: Path, ranks: Ranks) -> None:
-    ranks(2).run(cases.save_plainly, str(tmp_path / "root"))
-    assert ranks(2).run(cases.restore_plain, str(tmp_path / "root")) == [(3, {"epoch": 2}, {}, ["no random number states were saved"])] * 2
+    ranks(2).run(manager_argument_cases.save_plainly, str(tmp_path / "root"))
+    assert (
+        ranks(2).run(manager_argument_cases.restore_plain, str(tmp_path / "root"))
+        == [(3, {"epoch": 2}, {}, ["no random number states were saved"])] * 2
+    )
 
 
 def test_short_soak(tmp_path: Path, ranks: Ranks) -> None:
-    for found in ranks(2).run(cases.soak, str(tmp_path / "root"), 40):
+    for found in ranks(2).run(manager_argument_cases.soak, str(tmp_path / "root"), 40):
         assert (found["files"], found["empty_looks"], found["steps"]) == (0, 0, 7)
         assert found["memory"] < 16 << 20

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import manager_cases as cases
 import pytest
 import writer_cases
 from harness import RankPool
+from manager_runs import call
+from step_cases import save_in_used_root
 
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.manager import writer_lock
@@ -41,7 +42,7 @@ def test_the_second_run_is_told_of_the_first(tmp_path: Path, ranks: Ranks, singl
     single.run(writer_cases.write_and_end, 2)
     for text in ranks(2).run(writer_cases.save_after_a_look, 3):
         assert "another run saved step_00000002" in text
-    assert [*ranks(2).run(cases.call, "save_in_used_root", (root,), {"resume": True, "step": 3})] == [[1, 2, 3]] * 2
+    assert [*ranks(2).run(call, save_in_used_root, (root,), {"resume": True, "step": 3})] == [[1, 2, 3]] * 2
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in (1, 2, 3))]
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from harness import this_rank
-from manager_cases import build
+from manager_runs import build
 
 from paddle_fsdp_ckpt import CheckpointManager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from manager_cases import build
+from manager_runs import build
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager

@@ -1,0 +1,147 @@
+"""Steps on the ranks: which one a run goes on from, which ones stay, and what is said of damaged ones."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import paddle.distributed as dist
+import pytest
+from harness import this_rank
+from manager_runs import build, refuse
+
+import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt import CheckpointManager
+from paddle_fsdp_ckpt.storage import system_errors
+from paddle_fsdp_ckpt.storage.read_lock import reading, removing
+
+
+def save_in_used_root(root: str, *, resume: bool, step: int, **options: Any) -> list[int]:
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root, **options) as checkpoints:
+        if resume:
+            checkpoints.restore(model=model, optimizer=optimizer)
+        checkpoints.save(step, model=model, optimizer=optimizer)
+        return checkpoints.all_steps()
+
+
+def go_back(root: str, step: int, later: int, *, discard_later: bool) -> tuple[list[int], list[int]]:
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root) as checkpoints:
+        checkpoints.restore(model=model, optimizer=optimizer, step=step, discard_later=discard_later)
+        before = checkpoints.all_steps()
+        checkpoints.save(later, model=model, optimizer=optimizer)
+        return before, checkpoints.all_steps()
+
+
+def warned_of_going_back(root: str) -> list[list[str]]:
+    """Restore an earlier step, the same where later ones may go, and the newest; return what each warns of."""
+    model, optimizer = build(seed=5)
+    told = []
+    for options in ({"step": 1}, {"step": 1, "discard_later": True}, {}):
+        with CheckpointManager(root) as checkpoints, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoints.restore(model=model, optimizer=optimizer, **options)
+        told.append([str(one.message) for one in caught if "discard_later" in str(one.message)])
+    return told
+
+
+def fall_back_and_go_on(root: str, later: int) -> tuple[int | None, list[int]]:
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root) as checkpoints:
+        step = checkpoints.restore(model=model, optimizer=optimizer, fall_back=True)
+        checkpoints.save(later, model=model, optimizer=optimizer)
+        return step, checkpoints.all_steps()
+
+
+@contextmanager
+def bad_disk(code: int, times: int | None = None) -> Iterator[None]:
+    """Let the system give rank 1 an error for the values of step 3: always, or some times in a row."""
+    read, failed = os.preadv, 0
+
+    def fail(descriptor: int, *rest: Any) -> int:
+        nonlocal failed
+        if this_rank().rank == 1 and "step_00000003" in os.readlink(f"/proc/self/fd/{descriptor}") and failed != times:
+            failed += 1
+            raise OSError(code, os.strerror(code))
+        return read(descriptor, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        patch.setattr(system_errors, "PAUSES_SECONDS", (0.0,) * len(system_errors.PAUSES_SECONDS))
+        yield
+
+
+def restore_from_a_bad_disk(root: str, code: int) -> tuple[str, str, tuple[int | None, list[int]] | None]:
+    """Restore where rank 1 can't read step 3: kind and text; and with ``fall_back``, where that works."""
+    with bad_disk(code):
+        kind, text, same = refuse(root, "restore")
+        assert same
+        return kind, text, fall_back_and_go_on(root, 3) if "fall_back" in text else None
+
+
+def restore_from_a_disk_that_stumbles(root: str, code: int) -> tuple[int | None, list[int]]:
+    """Restore where rank 1 can't read step 3 at first, and save the next."""
+    with bad_disk(code, times=2):
+        return fall_back_and_go_on(root, 4)
+
+
+def keep_best(root: str) -> tuple[str, list[int]]:
+    """Save without the metric that decides, then with it, then where it wasn't measured."""
+    model, optimizer = build()
+    with CheckpointManager(root, keep=[ckpt.KeepBest("loss", mode="min")]) as checkpoints:
+        try:
+            checkpoints.save(1, model=model, optimizer=optimizer, metrics={"accuracy": 0.5})
+        except ckpt.CheckpointError as error:
+            text = str(error)
+        for step, loss in enumerate([0.5, 0.25, float("nan"), float("nan")], start=2):
+            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": loss})
+        return text, checkpoints.all_steps()
+
+
+def fail_to_remove(root: str) -> tuple[list[int], list[int]]:
+    """A step that can't be removed is there after the save, and gone after the next."""
+    from paddle_fsdp_ckpt.manager import save_job as module
+
+    model, optimizer = build()
+    original = module.hide_step
+
+    def refuse_once(where: Path, step: int) -> Path:
+        raise PermissionError(13, "not today", str(where))
+
+    with CheckpointManager(root, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        module.hide_step = refuse_once
+        try:
+            checkpoints.save(2, model=model, optimizer=optimizer)
+        finally:
+            module.hide_step = original
+        kept = checkpoints.all_steps()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        return kept, checkpoints.all_steps()
+
+
+def remove_while_read(root: str) -> tuple[list[bool], list[int], list[int]]:
+    """Save with one step kept, while the first is being loaded; then again."""
+    model, optimizer = build()
+    free: list[bool] = []
+
+    def look(name: str) -> str:
+        with removing(Path(root) / "step_00000001") as is_free:
+            free.append(is_free)
+        return name
+
+    with CheckpointManager(root, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        ckpt.load(Path(root) / "step_00000001", model=model, optimizer=optimizer, key_map=look)
+        with reading(Path(root) / "step_00000001"):
+            dist.barrier()
+            checkpoints.save(2, model=model, optimizer=optimizer)
+            kept = checkpoints.all_steps()
+        dist.barrier()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        return free, kept, checkpoints.all_steps()
