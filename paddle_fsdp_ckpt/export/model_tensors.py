@@ -146,7 +146,8 @@ def _check_described(
     """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough.
 
     Returns:
-        What could not be checked of tensors that are copied as they are; None where there is nothing to say.
+        What could not be checked of tensors that are copied as they are, or that no recipe of the configuration's family makes; None where
+        there is nothing to say.
     """
     if config is None:
         return None
@@ -156,19 +157,20 @@ def _check_described(
             f"'{config.path}' has model_type {config.model_type!r:.100}, which no recipe knows; whether the tensors, copied as they are, "
             "fit it was not checked"
         )
-    if family is None or recipe not in (COPY, family):
+    if family is None:
         return None
     try:
         planned = [one for unit in planned_units(config, "float32") for one in unit.parameters]
     except CheckpointError as error:  # a field is missing, whose default is the reader's
-        return f"whether the tensors, copied as they are, fit their configuration was not checked: {error}" if recipe is COPY else None
+        what = "the tensors, copied as they are, fit their" if recipe is COPY else "what the recipe makes fits its"
+        return None if recipe == family else f"whether {what} configuration was not checked: {error}"
     pieces = {one.names[0]: whole_piece(one.names[0], one.dtype, one.shape) for one in planned}
     described = {
         source.name: source.shape
         for name, (rule, values) in family.rules_of(pieces).items()
         for source in apply_rule(rule, values, pieces[name], config)
     }
-    known = _tied_to_heads(family, config, tied) if recipe is COPY else {*tied, *_heads(recipe)}  # of which it was said what is wrong
+    known = {*tied, *_heads(recipe)} if recipe == family else _tied_to_heads(family, config, tied)  # of which it was said what is wrong
     lacking = [name for name in described if name not in found and name not in known]
     beyond = [name for name in found if name not in described and name not in known]
     others = [f"'{name}' {list(found[name])} for {list(shape)}" for name, shape in described.items() if found.get(name, shape) != shape]
@@ -182,6 +184,11 @@ def _check_described(
             f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
             f"Give this model's configuration, and the recipe that makes what that says (--recipe {family.name} for PaddleFormers' names, "
             "or one that you write, --recipe FILE); or leave --config out"
+        )
+    if texts and recipe != family:
+        raise MismatchError(
+            f"the recipe '{recipe.name}' doesn't make of '{index.path}' the model that '{config.path}' describes; it {'; '.join(texts)}. "
+            f"Mend the recipe, use that of the family (--recipe {family.name}), give this model's configuration, or leave --config out"
         )
     if texts:
         raise MismatchError(

@@ -416,7 +416,11 @@ def test_memory_stays_below_the_largest_tensor(tmp_path: Path, ranks: Ranks) -> 
     assert int(done.stdout) < largest + (32 << 20)
 
 
-def test_copies_are_checked_against_the_configuration(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+def rule(source: str, *targets: str, **options: Any) -> dict[str, Any]:
+    return {"source": source, "targets": list(targets), **options}
+
+
+def test_copies_and_recipes_are_checked_against_the_configuration(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     right = published("llama")
     fields = config_of("llama") | {"intermediate_size": INNER, "head_dim": WIDTH}
     turned = {name: np.ascontiguousarray(a.T) if "_proj." in name else a for name, a in right.items()}
@@ -442,7 +446,33 @@ def test_copies_are_checked_against_the_configuration(tmp_path: Path, ranks: Ran
     # PaddleFormers reads its own names and layout with this configuration too; real_models tries that.
     assert export_huggingface(tmp_path / "paddle", tmp_path / "copy", config=config, recipe="none").unchecked is None
     assert_equal(read_model(tmp_path / "copy"), paddle)
+    # A recipe of one's own, and that of another family, must make this model too.
+    recipe = tmp_path / "recipe.json"
+    rules = [rule(name, name) for name in right if not name.endswith("_proj.weight")]
+    rules += [rule(name, name, transpose=True) for name in right if name.endswith("_proj.weight")]
+    for name, given, message in (
+        ("right", rules, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\].* \(--recipe llama\), give"),
+        ("turned", [*rules[1:], rule(rules[0]["source"])], r"it lacks .* or leave --config out"),
+        ("turned", [*rules[1:], rule(rules[0]["source"], "other")], r"it lacks .*; has besides other\."),
+    ):
+        recipe.write_text(json.dumps({"name": "mine", "rules": given}))
+        with pytest.raises(MismatchError, match=f"the recipe 'mine' doesn't make of .* the model that .*{message}"):
+            export_huggingface(tmp_path / name, tmp_path / "mine", config=config, recipe=str(recipe))
+    with pytest.raises(MismatchError, match="the recipe 'llama' doesn't make of .* the model that "):
+        export_huggingface(
+            tmp_path / "paddle",
+            tmp_path / "mine",
+            config=write_config(tmp_path / "qwen3", fields | {"model_type": "qwen3"}),
+            recipe="llama",
+        )
+    assert not (tmp_path / "mine").exists()
+    recipe.write_text(json.dumps({"name": "mine", "rules": rules}))
+    assert export_huggingface(tmp_path / "turned", tmp_path / "mine", config=config, recipe=str(recipe)).unchecked is None
+    assert_equal(read_model(tmp_path / "mine"), right)
     del fields["intermediate_size"]
+    lacking = write_config(tmp_path / "lacking", fields)
+    unchecked = export_huggingface(tmp_path / "turned", tmp_path / "lacks", config=lacking, recipe=str(recipe)).unchecked
+    assert unchecked is not None and "what the recipe makes fits its configuration was not checked: " in unchecked
     for number, (given, message) in enumerate(
         ((fields, "intermediate_size"), ({"model_type": "gpt"}, "model_type 'gpt', which no recipe"))
     ):
