@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..layout import Range
@@ -60,3 +61,9 @@ def box_of(outline: Outline, key: str = "") -> Box:
     _, offset, local_shape = outline if len(outline) == 3 else (global_shape, (0,) * len(global_shape), global_shape)
     check_piece(Piece(key, "", global_shape, offset, local_shape, Range(0, 0)))
     return Box(global_shape, offset, local_shape, math.prod(local_shape))
+
+
+def keys_between(entries: Sequence[Entry], size: int, start: int, stop: int) -> list[str]:
+    """Return the keys of which a file of ``size`` bytes has some of the bytes ``[start, stop)``; ``entries`` is all it stores, in order."""
+    ends = [*(entry[-1] for entry in entries[1:]), size]
+    return [entry[0] for entry, end in zip(entries, ends, strict=True) if entry[-1] < stop and start < end] if entries else []

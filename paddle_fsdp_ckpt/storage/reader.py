@@ -19,13 +19,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CorruptCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError, counted
 from .addresses import address_of, bytes_at, copy
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
 from .columns import Integers
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
-from .format import DTYPE_NBYTES
-from .index import CheckpointIndex, open_rank_file
+from .entries import keys_between
+from .format import DTYPE_NBYTES, FileRecord
+from .index import CheckpointIndex, open_rank_file, read_columns
 from .plan import Duplicate, ReadPlan
 from .system_errors import read_file
 
@@ -396,7 +397,7 @@ def _read_chunk(
                 state.update(buffer)
     if is_checked and state.hexdigest() != record.digest(number):
         raise CorruptCheckpointError(
-            f"'{path}' is damaged between bytes {start} and {stop}, at or near key '{read.key}': they are not those "
+            f"'{path}' is damaged between bytes {start} and {stop}, at or near {_keys_in(index, record, read)}: they are not those "
             f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
             "another checkpoint"
         )
@@ -404,3 +405,13 @@ def _read_chunk(
         scratch_address = address_of(scratch) - start
         for offset, address, nbytes in wanted.places():
             copy(address, scratch_address + offset, nbytes)
+
+
+def _keys_in(index: CheckpointIndex, record: FileRecord, read: _ChunkRead) -> str:
+    """Return, in words, whose values a chunk holds: one that is wanted, and how many more as far as the file still says it."""
+    try:
+        entries = list(read_columns(index.path, record).entries())
+    except (CheckpointError, OSError):
+        return f"key '{read.key}'"
+    others = len(keys_between(entries, record.size, read.chunk.start, read.chunk.stop)) - 1
+    return f"key '{read.key}'" + (f" and {counted(others, 'more key')} whose bytes lie in the same chunk" if others > 0 else "")

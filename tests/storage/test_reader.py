@@ -8,6 +8,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.digests import CHUNK_NBYTES
 from paddle_fsdp_ckpt.storage.index import read_index
 from paddle_fsdp_ckpt.storage.plan import ReadPlan, plan_read
-from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read
+from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read, verify_first
 
 WHOLE = np.arange(24, dtype=np.float32).reshape(4, 6)
 W = Piece("w", "float32", (4, 6), (0, 0), (4, 6))
@@ -332,6 +333,25 @@ def test_a_flipped_bit_is_found_in_any_chunk_that_is_read(large: tuple[Path, dic
             with pytest.raises(CorruptCheckpointError, match=f"is damaged between bytes {begin + number * CHUNK_NBYTES} and"):
                 read_parts(path, arrays, [])
         flip(path / record.name, position)
+
+
+def test_a_damaged_chunk_says_how_many_keys_it_holds(tmp_path: Path) -> None:
+    small = [cut(f"small.{number:02}", np.full(8, number, np.float32)) for number in range(18)]
+    path = write_checkpoint(tmp_path / "step", [[*small, cut("large", np.zeros(CHUNK_NBYTES // 2, np.float32))]])
+    index = read_index(path)
+    plan = plan_read(index, [index.whole_piece(key) for key in ("small.07", "large")], index.stored)
+    destinations = [memoryview(bytearray(target.numel * 4)) for target in plan.targets]
+    (record,) = index.files
+    for position, said in (
+        (record.header_nbytes, "key 'small.07' and 18 more keys whose bytes lie in the same chunk: "),
+        (record.size - 1, "key 'large': "),
+    ):
+        flip(path / record.name, position)
+        for call in (partial(verify_first, plan), partial(execute_read, plan, destinations)):
+            with pytest.raises(CorruptCheckpointError, match=f"at or near {said}"):
+                call()
+        flip(path / record.name, position)
+    execute_read(plan, destinations)
 
 
 def flip(path: Path, position: int) -> None:
