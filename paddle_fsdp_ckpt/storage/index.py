@@ -132,7 +132,7 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         raise IncompleteCheckpointError(_say_file(path) if path.exists() else _say_missing(path))
     try:
-        os.lstat(path / MANIFEST_NAME)  # what says that it isn't there, and not that it can't be looked at
+        read_file(path / MANIFEST_NAME, lambda: os.lstat(path / MANIFEST_NAME))  # which may fail otherwise than since nothing is there
     except FileNotFoundError:
         raise IncompleteCheckpointError(_say_foreign(path)) from None
     return _parse_manifest(path, check_seal=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import paddle
+import pytest
 from fused_cases import EVERY, Held, cut_by_paddle, held, plain_held, plain_model, train
 from paddle import nn
 
@@ -95,3 +96,24 @@ def refused(path: str, dtype: str, options: dict[str, Any]) -> tuple[str, str]:
             assert _contents(model, stepper) == before
             return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def tensors_without_values(path: str) -> list[str]:
+    """What saves say of a fused state whose memory was let go of, of one that is strided, and of a sparse buffer."""
+    said = []
+    with cut_by_paddle("adamw", seed=9) as (model, stepper):
+        train(model, stepper, 0, 1)
+        states = stepper._accumulators["moment2"]
+        owner = next(iter(states))
+        right, numel = states[owner], states[owner].shape[0]
+        cleared = paddle.zeros([numel])
+        cleared._clear_data()
+        buffer = paddle.sparse.sparse_coo_tensor([[0]], [1.0], [3])
+        for state, added in ((cleared, None), (paddle.as_strided(paddle.zeros([2 * numel]), [numel], [2]), None), (right, buffer)):
+            states[owner] = state
+            if added is not None:
+                model.register_buffer("added", added)
+            with pytest.raises(ckpt.CheckpointError) as caught:
+                ckpt.save(path, model=model, optimizer=stepper)
+            said.append(str(caught.value))
+    return said

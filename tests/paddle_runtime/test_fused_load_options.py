@@ -16,6 +16,7 @@ from load_option_cases import (
     save_double,
     save_low_precision,
     save_without_one_state,
+    tensors_without_values,
 )
 from public_cases import save_and_go_on
 
@@ -71,3 +72,11 @@ def test_master_weights_of_what_is_missing_can_not_stay(tmp_path: Path, ranks: R
     for name, message in ranks(2).run(refused, path, "bfloat16", options):
         assert name == "MismatchError"
         assert "blocks.0.up.bias can't keep master weights" in message
+
+
+def test_tensors_without_values_are_named(tmp_path: Path, ranks: Ranks) -> None:
+    for cleared, strided, sparse in ranks(2).run(tensors_without_values, str(tmp_path / "new")):
+        assert "state 'moment2_0' of '" in cleared and "it has no values" in cleared
+        assert "state 'moment2_0' of '" in strided and "one behind the other" in strided
+        assert "'added': it is sparse" in sparse
+    assert not (tmp_path / "new").exists()

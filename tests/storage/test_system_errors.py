@@ -29,7 +29,7 @@ def read_values(path: Path) -> None:
 
 
 def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int, times: int | None = None) -> None:
-    """Let the system refuse to open a file of this name, to read its beginning, or to read from its middle; always, or some times."""
+    """Let the system refuse to look at a file of this name, to open it, or to read its beginning or its middle; always, or some times."""
     failed = 0
 
     def checked(file: int | str, call: Callable[[], Any]) -> Any:
@@ -39,8 +39,10 @@ def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int, time
             raise OSError(code, os.strerror(code))
         return call()
 
-    real_open, real_os_open, real_preadv = open, os.open, os.preadv
-    if where == "open":
+    real_open, real_os_open, real_preadv, real_lstat = open, os.open, os.preadv, os.lstat
+    if where == "look":
+        patch.setattr(os, "lstat", lambda path, **options: checked(path, lambda: real_lstat(path, **options)))
+    elif where == "open":
         patch.setattr(os, "open", lambda path, *rest, **options: checked(path, lambda: real_os_open(path, *rest, **options)))
     elif where == "values":
         patch.setattr(os, "preadv", lambda descriptor, *rest: checked(descriptor, lambda: real_preadv(descriptor, *rest)))
@@ -58,6 +60,7 @@ def failing_at(patch: pytest.MonkeyPatch, where: str, name: str, code: int, time
 @pytest.mark.parametrize(
     ("where", "name"),
     [
+        ("look", "manifest.json"),
         ("open", "manifest.json"),
         ("open", "0_0.safetensors"),
         ("begin", "manifest.json"),
