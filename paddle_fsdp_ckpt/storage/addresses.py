@@ -6,19 +6,23 @@ Whoever gives an address keeps the memory alive, and in its place.
 from __future__ import annotations
 
 import ctypes
-import operator
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .buffers import small_together
+from .buffers import SMALL_NBYTES, TOGETHER_NBYTES
 from .columns import Integers
 
-copy = ctypes.PyDLL(None).memmove
-"""Copy ``nbytes`` bytes: ``copy(to_address, from_address, nbytes)``. Other threads wait, since to let them go on would take longer."""
-copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy.restype = None
+_copy = ctypes.PyDLL(None).memmove
+"""``_copy(to_address, from_address, nbytes)``. Other threads wait, since to let them go on would take longer."""
+_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy.restype = None
+
+_TINY_NBYTES = 64  # of up to so many bytes NumPy copies many places at once, in a tenth of the time of as many calls
+_MANY = 32
 
 
 def address_of(buffer: memoryview | bytearray) -> int:
@@ -29,6 +33,46 @@ def address_of(buffer: memoryview | bytearray) -> int:
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """Return the bytes at an address, writable, 1-D."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def copy_places(to: Integers, source: Integers, nbytes: Integers) -> None:
+    """Copy bytes from many places to as many others.
+
+    Args:
+        to: addresses, 1-D; no two of these places have bytes in common, with each other or with those that are read.
+        source: addresses to copy from, one for each.
+        nbytes: how many, at least 1, for each.
+    """
+    is_left = np.ones(len(nbytes), np.bool_)
+    sizes, counts = np.unique(nbytes[nbytes <= _TINY_NBYTES], return_counts=True)
+    for size in sizes[counts >= _MANY].tolist():
+        alike = nbytes == size
+        targets, target_offsets = _elements(to[alike], size)
+        sources, source_offsets = _elements(source[alike], size)
+        targets[target_offsets] = sources[source_offsets]
+        is_left &= ~alike
+    for one in zip(to[is_left].tolist(), source[is_left].tolist(), nbytes[is_left].tolist(), strict=True):
+        _copy(*one)
+
+
+class _Memory:
+    """All memory between two addresses, for NumPy; what of it nobody asks for need not be there."""
+
+    def __init__(self, first: int, last: int, nbytes: int) -> None:
+        # An element of so many bytes begins at each byte.
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (first, False),
+            "shape": (last - first + 1,),
+            "strides": (1,),
+            "typestr": f"|V{nbytes}",
+        }
+
+
+def _elements(addresses: Integers, nbytes: int) -> tuple[NDArray[np.void], Integers]:
+    """Return an array of elements of so many bytes, and where in it those at the addresses are."""
+    first = int(addresses.min())
+    return np.asarray(_Memory(first, int(addresses.max()), nbytes)), addresses - first
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +94,18 @@ class Places:
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield all bytes, in order: those of large places where they are, and those of small ones copied together."""
-        for some in small_together(self._runs(), _nbytes_of):
-            if len(some) == 1:
-                yield bytes_at(*some[0])
+        runs = self._runs()
+        is_small = runs.nbytes < SMALL_NBYTES
+        # Small ones that follow each other are one group, up to about so many bytes; a large one is a group by itself.
+        group = np.cumsum(np.where(is_small, runs.nbytes, 0)) // TOGETHER_NBYTES
+        is_first = np.append(True, ~(is_small[1:] & is_small[:-1]) | (group[1:] != group[:-1]))[: len(group)]
+        for start, stop in itertools.pairwise([*np.flatnonzero(is_first).tolist(), len(group)]):
+            some = Places(runs.addresses[start:stop], runs.nbytes[start:stop])
+            if stop - start == 1:
+                yield bytes_at(int(some.addresses[0]), int(some.nbytes[0]))
                 continue
-            gathered = memoryview(bytearray(sum(map(_nbytes_of, some))))
-            _copy_all(some, address_of(gathered))
+            gathered = memoryview(bytearray(some.total))
+            some._copy_to(address_of(gathered))
             yield gathered
 
     def views(self) -> Iterator[memoryview]:
@@ -64,20 +114,14 @@ class Places:
 
     def copy_to(self, address: int) -> None:
         """Copy all bytes, one behind the other, to an address."""
-        _copy_all(self._runs(), address)
+        self._runs()._copy_to(address)
 
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """Yield address and number of bytes of the places, those as one that follow each other in memory too, as pieces of a buffer do."""
+    def _copy_to(self, address: int) -> None:
+        copy_places(address + np.cumsum(self.nbytes) - self.nbytes, self.addresses, self.nbytes)
+
+    def _runs(self) -> Places:
+        """Return the places with those as one that follow each other in memory too, as pieces of a buffer do."""
         if not len(self.nbytes):
-            return iter(())
+            return self
         first = np.flatnonzero(np.append(True, self.addresses[1:] != (self.addresses + self.nbytes)[:-1]))
-        return zip(self.addresses[first].tolist(), np.add.reduceat(self.nbytes, first).tolist(), strict=True)
-
-
-_nbytes_of: Callable[[tuple[int, int]], int] = operator.itemgetter(1)
-
-
-def _copy_all(places: Iterable[tuple[int, int]], address: int) -> None:
-    for source, nbytes in places:
-        copy(address, source, nbytes)
-        address += nbytes
+        return Places(self.addresses[first], np.add.reduceat(self.nbytes, first))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-Thing = TypeVar("Thing")
-
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
-_SMALL_NBYTES = 32 << 10
-_TOGETHER_NBYTES = 1 << 20
+
+SMALL_NBYTES = 32 << 10
+"""Of what has fewer bytes, many are copied together before they are written."""
+
+TOGETHER_NBYTES = 1 << 20
+"""About how many bytes of them."""
 
 CACHED_NBYTES = 256 << 10
 """What a processor core still has in a cache of its own right after it was copied, so that to digest it then takes little time."""
@@ -37,33 +38,30 @@ def as_bytes(buffer: object, key: str, what: str = "'{}'") -> memoryview:
 
 
 def together(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield all bytes of the buffers, in order: large buffers as they are, and small ones copied together, as many as make a large one."""
-    for some in small_together(buffers, len):
-        yield some[0] if len(some) == 1 else memoryview(b"".join(some))
-
-
-def small_together(things: Iterable[Thing], nbytes_of: Callable[[Thing], int]) -> Iterator[list[Thing]]:
-    """Yield things that have bytes, in order: each large one by itself, and of small ones as many as make a large one.
+    """Yield all bytes of the buffers, in order: large buffers as they are, and small ones copied together, as many as make a large one.
 
     To hand many small ones over one by one costs more time in Python than to copy them.
     """
-    small: list[Thing] = []
+    small: list[memoryview] = []
     total = 0
-    for thing in things:
-        nbytes = nbytes_of(thing)
-        if nbytes < _SMALL_NBYTES:
-            small.append(thing)
-            total += nbytes
-            if total < _TOGETHER_NBYTES:
+    for buffer in buffers:
+        if len(buffer) < SMALL_NBYTES:
+            small.append(buffer)
+            total += len(buffer)
+            if total < TOGETHER_NBYTES:
                 continue
-            yield small
+            yield _joined(small)
         else:
             if small:
-                yield small
-            yield [thing]
+                yield _joined(small)
+            yield buffer
         small, total = [], 0
     if small:
-        yield small
+        yield _joined(small)
+
+
+def _joined(buffers: list[memoryview]) -> memoryview:
+    return buffers[0] if len(buffers) == 1 else memoryview(b"".join(buffers))
 
 
 def in_groups(buffers: Iterable[memoryview], nbytes: int) -> Iterator[list[memoryview]]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, CorruptCheckpointError, counted
-from .addresses import address_of, bytes_at, copy
+from .addresses import address_of, bytes_at, copy_places
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
 from .columns import Integers
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
@@ -402,9 +402,7 @@ def _read_chunk(
             "another checkpoint"
         )
     if wanted is not None and not is_direct:
-        scratch_address = address_of(scratch) - start
-        for offset, address, nbytes in wanted.places():
-            copy(address, scratch_address + offset, nbytes)
+        copy_places(wanted.addresses, wanted.offsets + (address_of(scratch) - start), wanted.nbytes)
 
 
 def _keys_in(index: CheckpointIndex, record: FileRecord, read: _ChunkRead) -> str:
