@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from .group import Group
@@ -36,6 +37,7 @@ class Bench:
         self.same_work = SameWork()
         self._case = case
         self._patience = patience_seconds
+        self._environment: Mapping[str, str] = {}
 
     def compare(
         self, operation: str, nbytes: int, contenders: Mapping[str, Callable[[], list[Measurement]]], repeats: int | None = None
@@ -65,7 +67,16 @@ class Bench:
 
     def group(self, framework: str, world_size: int) -> Group:
         """Start the ranks of a job."""
-        return Group(framework, world_size)
+        return Group(framework, world_size, self._environment)
+
+    @contextmanager
+    def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
+        """Give the jobs that start meanwhile environment variables besides."""
+        self._environment = variables
+        try:
+            yield
+        finally:
+            self._environment = {}
 
     def fresh(self, name: str) -> str:
         """Return a path at which there is nothing any more."""

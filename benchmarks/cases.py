@@ -20,6 +20,8 @@ DCP = "PyTorch FSDP2 + DCP"
 STOCK = "stock Paddle, safetensors"
 DISTCP = "stock Paddle, .distcp"
 _WITHOUT_DIGESTS = f"{OURS}, digests not checked"
+_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.cpu.x86_non_temporal_threshold=0x100000"}
+"""The C library's own settings: memory in the system's large pages, and copies of 1 MiB and more past the processor's caches."""
 
 
 class _Jobs:
@@ -159,6 +161,19 @@ def background(bench: Bench, size: Size) -> None:
         bench.compare("later, training waits", two.nbytes, contenders)
 
 
+def large_pages(bench: Bench, size: Size, step: tuple[int, int]) -> None:
+    """What of ``big``, ``async`` and ``step`` depends most on how memory lies, in jobs that all have other settings of the C library."""
+    with bench.environment(_LARGE_PAGES):
+        background(bench, size)
+        with ExitStack() as stack:
+            two = _Jobs(bench, stack, size, 2)
+            two.save_unmeasured(saved_as="of2")
+            two.load("load, 2 to 2 ranks", saved_as="of2")
+        with ExitStack() as stack:
+            _Jobs(bench, stack, size, 3).load("load, 2 to 3 ranks", saved_as="of2")
+        training_step(bench, step)
+
+
 def beside_training(bench: Bench, model: tuple[int, int], ballast: tuple[int, ...], steps: int, world_size: int) -> None:
     """What saves in the background cost the steps that are trained meanwhile, and one save in either way the steps behind it."""
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -259,4 +274,8 @@ def cases(quick: bool) -> dict[str, Case]:
         "beside": Case(f"{blocks.format(*model)}, and {prod(ballast) * 4 / 1e9:.2f} GB a rank beside it that are saved too", beside),
         "gather": Case(str(big), lambda bench: gather(bench, big)),
         "step": Case(blocks.format(*step), lambda bench: training_step(bench, step)),
+        "large-pages": Case(
+            f"As big, async and step, with GLIBC_TUNABLES={_LARGE_PAGES['GLIBC_TUNABLES']} in all jobs",
+            lambda bench: large_pages(bench, big, step),
+        ),
     }

@@ -64,6 +64,14 @@ def goals(cases: Mapping[str, CaseResults]) -> list[Goal]:
         Goal(
             "save in the background: training waits, ratio to one copy", 1.2, found.ratio("async", "later, training waits", "one copy"), "x"
         ),
+        *(
+            Goal(f"{what}, in large pages", most, found.ratio("large-pages", operation, baseline), "x")
+            for what, most, operation, baseline in (
+                ("the same", 1.2, "later, training waits", "one copy"),
+                ("load 1.5 GB, same layout", 1.5, load.format(2), PLAIN),
+                ("load it, 2 to 3 ranks", 2, load.format("3"), PLAIN),
+            )
+        ),
         Goal("memory besides the model's, any save or load of 1.5 GB", 64, found.extra("big"), "MiB"),
         Goal("the same of 113,000 keys", 64, found.extra("scale", "scale-load"), "MiB"),
         Goal("a training step: ratio to Paddle's own fused runtime", 1.2, found.ratio("step", "step, 2 ranks", _FUSED), "x"),

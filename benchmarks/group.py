@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -24,18 +24,19 @@ class Group:
     Args:
         framework: "paddle" or "torch".
         world_size: how many ranks.
+        environment: variables that they get besides.
     """
 
-    def __init__(self, framework: str, world_size: int) -> None:
+    def __init__(self, framework: str, world_size: int, environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
         self._members: list[tuple[subprocess.Popen[bytes], Connection]] = []
-        for environment in _environments(framework, world_size):
+        for own in _environments(framework, world_size):
             ours, theirs = Pipe()
             command = [sys.executable, "-m", "benchmarks.group", str(theirs.fileno()), framework, str(world_size)]
             with theirs:
                 process = subprocess.Popen(
                     command,
-                    env=environment,
+                    env=own | dict(environment or {}),
                     pass_fds=[theirs.fileno()],
                     stdout=subprocess.DEVNULL,
                     stderr=None if os.environ.get("BENCHMARKS_VERBOSE") else subprocess.DEVNULL,

@@ -17,7 +17,13 @@ def machine() -> str:
     model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     system = f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores of {model}, {memory / (1 << 20):.0f} GiB, {system}"
+    return f"{os.cpu_count()} cores of {model}, {memory / (1 << 20):.0f} GiB, {system}{_large_pages()}"
+
+
+def _large_pages() -> str:
+    """Return whether the system gives memory in large pages to whoever doesn't ask for them; nothing where it doesn't say."""
+    chosen = [word.strip("[]") for line in _lines("/sys/kernel/mm/transparent_hugepage/enabled") for word in line.split() if word[0] == "["]
+    return f", transparent_hugepage={chosen[0]}" if chosen else ""
 
 
 def versions(with_torch: bool) -> dict[str, str]:
