@@ -82,8 +82,8 @@ def _is_usual(run: SavedRun, subjects: Subjects, options: LoadOptions, tied: lis
 
 def _stored_names(index: CheckpointIndex, stepper: Stepper) -> set[str]:
     """Return the names of an optimizer's parameters of which the checkpoint has states."""
-    suffixes = [f".{suffix}" for suffix in _suffixes(stepper)]
-    return {name for name in stepper.names if any(name + suffix in index.stored for suffix in suffixes)}
+    suffixes, keys = [f".{suffix}" for suffix in _suffixes(stepper)], index.keys()
+    return {name for name in stepper.names if any(name + suffix in keys for suffix in suffixes)}
 
 
 def _suffixes(stepper: Stepper) -> list[str]:

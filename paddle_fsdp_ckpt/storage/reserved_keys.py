@@ -75,7 +75,7 @@ def check_not_reserved(keys: Iterable[str]) -> None:
 def without_reserved(index: CheckpointIndex) -> CheckpointIndex:
     """Return the index of what belongs to the model and its optimizers alone."""
     if index.table is not None:
-        return index.with_table(index.table.without(lambda key: key.startswith(PREFIX)))
+        return index.with_table(index.table.without(PREFIX))
     ours = [key for key in index.stored if key.startswith(PREFIX)]
     if not ours:
         return index

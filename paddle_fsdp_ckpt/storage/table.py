@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -93,9 +93,9 @@ class PieceTable:
         """Return the dtype of each key."""
         return dict(zip(self.numbers, map(self.dtypes.__getitem__, self.key_dtypes.tolist()), strict=True))
 
-    def without(self, is_unwanted: Callable[[str], bool]) -> PieceTable:
-        """Return the table without some keys."""
-        unwanted = [number for key, number in self.numbers.items() if is_unwanted(key)]
+    def without(self, prefix: str) -> PieceTable:
+        """Return the table without the keys that begin with something."""
+        unwanted = [number for key, number in self.numbers.items() if key.startswith(prefix)]
         if not unwanted:
             return self
         wanted = np.ones(len(self.numbers), np.bool_)
