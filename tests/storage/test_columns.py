@@ -296,7 +296,10 @@ def test_verify_finds_columns_that_say_something_else(checkpoint: Path) -> None:
 
 
 @given(
-    st.lists(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 5), st.integers(1, 6)), unique_by=lambda one: one[0]), max_size=4)
+    st.lists(
+        st.lists(st.tuples(st.sampled_from(["a", "ba", "bb", "c"]), st.integers(0, 5), st.integers(1, 6)), unique_by=lambda one: one[0]),
+        max_size=4,
+    )
 )
 def test_a_table_has_what_the_files_have(drawn: list[list[tuple[str, int, int]]]) -> None:
     box = Box((2, 3), (0, 0), (2, 3), 6)
@@ -308,9 +311,9 @@ def test_a_table_has_what_the_files_have(drawn: list[list[tuple[str, int, int]]]
             expected.setdefault(key, []).append((file, *place))
     table = table_of([columns_of(rows) for rows in stored])
     assert table is not None
-    for unwanted in ("", "a", "bd"):
-        kept = {key: pieces for key, pieces in expected.items() if key not in unwanted}
-        part = table.without(lambda key, unwanted=unwanted: key in unwanted)
+    for prefix in ("d", "a", "b"):
+        kept = {key: pieces for key, pieces in expected.items() if not key.startswith(prefix)}
+        part = table.without(prefix)
         assert list(part.numbers.items()) == [(key, number) for number, key in enumerate(kept)]
         by_place = {
             key: [
