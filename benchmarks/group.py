@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+_IS_READY = "ready"  # to begin what is measured
 _FOREIGN_VARIABLES = ("PADDLE_", "MASTER_", "FLAGS_selected", "RANK", "WORLD_SIZE")
 
 
@@ -53,9 +54,12 @@ class Group:
         if not self._is_ready:
             self._answers()
             self._is_ready = True
-        for _, connection in self._members:
-            connection.send((function.__module__, function.__name__, args))
-        return self._answers()
+        self._tell((function.__module__, function.__name__, args))
+        answers = self._answers()
+        if _IS_READY in answers:
+            self._tell(None)
+            answers = self._answers()
+        return answers
 
     def close(self) -> None:
         """End all ranks."""
@@ -71,6 +75,10 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tell(self, what: object) -> None:
+        for _, connection in self._members:
+            connection.send(what)
 
     def _answers(self) -> list[Any]:
         answers = []
@@ -118,6 +126,12 @@ def _free_ports(count: int) -> list[int]:
 def _serve(connection: Connection, framework: str, world_size: int) -> None:
     """Join the job, and do what is asked until the other side hangs up."""
     _die_with_parent()
+
+    def wait_for_others() -> None:
+        connection.send((True, _IS_READY))
+        connection.recv()
+
+    importlib.import_module("benchmarks.measure").wait_for_others = wait_for_others
     try:
         _join(framework, world_size)
         connection.send((True, None))

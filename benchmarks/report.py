@@ -12,10 +12,11 @@ from .results import CaseResults, Failure, Figure, Result, Results, Steadiness
 from .steadiness import COPY_NBYTES
 
 _HOW = """\
-Contenders took turns: in each round each did the work once, one behind the other. Seconds are the median of the rounds, of the slowest
-rank; beside it stand the least and the most. **A ratio** is a contender's seconds through those of the first contender in the same round,
-the median over the rounds: what slows the machine down for a while slows both. Where one was asked in fewer rounds than the other, since it
-had needed long, it is the ratio of their medians. The goals' ratios are taken in the same way, to the contender that they name.
+Contenders took turns: in each round each did the work once, one behind the other. All ranks of a job begin it together, and it lasts until
+the last has ended. Seconds are the median of the rounds; beside it stand the least and the most. **A ratio** is a contender's seconds
+through those of the first contender in the same round, the median over the rounds: what slows the machine down for a while slows both.
+Where one was asked in fewer rounds than the other, since it had needed long, it is the ratio of their medians. The goals' ratios are taken
+in the same way, to the contender that they name.
 
 Saves wait for the disk (fsync). Loads read from the page cache, but for "cold". Memory is the kernel's VmHWM, reset before each call, less
 VmRSS at the call: the most of all rounds and ranks. Each process computes with one thread. Each case was measured by one command from its
