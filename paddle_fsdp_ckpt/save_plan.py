@@ -115,7 +115,7 @@ class KnownIndex(NamedTuple):
 
     Attributes:
         headers: of each file: name, size, number of pieces, and size and digest of the header.
-        paddle_metadata: the content of ``0.metadata``.
+        paddle_metadata: the content of ``0.metadata``, :func:`~.storage.compressed.compressed`.
         duplicates: what they hold twice.
     """
 

@@ -27,6 +27,7 @@ from .save_plan import KnownIndex, SaveMemory, SourcedPlan, StoredTensors, heade
 from .saved_run import describe_optimizer
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
+from .storage.compressed import compressed, decompressed
 from .storage.flex import paddle_metadata, piece_of
 from .storage.format import DTYPE_NBYTES, PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
 from .storage.index import CheckpointIndex, read_headers, without_garbage_collection
@@ -311,11 +312,11 @@ def commit_save(
         headers = headers_of(files)
         known = prepared.memory.index if prepared.memory is not None else None
         if known is None or known.headers != headers:
-            with without_garbage_collection():
-                index = read_headers(staging, build_manifest(files))
-                known = KnownIndex(headers, paddle_metadata(index), check_complete(index))
+            duplicates, metadata = _read_back(staging, build_manifest(files))
+            known = KnownIndex(headers, metadata, duplicates)
         _check_duplicates(CheckpointIndex(staging, tuple(files), {}, {}), known.duplicates)
-        (staging / PADDLE_METADATA_NAME).write_bytes(known.paddle_metadata)
+        with open(staging / PADDLE_METADATA_NAME, "xb") as file:
+            file.writelines(decompressed(known.paddle_metadata))
         if prepared.memory is not None:
             prepared.memory.index = known
 
@@ -351,6 +352,13 @@ def _say_what_is_left_out(subjects: Subjects) -> None:
             f"save: {listing(bound)} is bound to the model and was not given: its states are not saved, and no run goes on from this "
             "checkpoint as it was. Give optimizer=..., or optimizer=[] where that is meant"
         )
+
+
+def _read_back(staging: Path, manifest: Manifest) -> tuple[list[Duplicate], bytes]:
+    """Check that files hold all of each key; return what they hold twice, and ``0.metadata`` for them, compressed."""
+    with without_garbage_collection():
+        index = read_headers(staging, manifest)
+        return check_complete(index), compressed(paddle_metadata(index))
 
 
 def _check_duplicates(index: CheckpointIndex, duplicates: Sequence[Duplicate]) -> None:
