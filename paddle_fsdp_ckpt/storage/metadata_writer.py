@@ -71,6 +71,7 @@ class _Writer:
     def __init__(self, table: PieceTable, file_names: Sequence[str]) -> None:
         self._table = table
         self._rows = _distinct_pieces(table)
+        self._row_keys = table.key_numbers[self._rows]
         self._memo = iter(range(1 << 32))
         self._key_numbers = np.zeros(len(table.numbers), np.int64)  # in the memo
         self._texts = _Once(self._memo, _text)
@@ -94,11 +95,10 @@ class _Writer:
 
     def _descriptions_of_keys(self) -> Iterator[bytes]:
         keys, descriptions = list(self._table.numbers), self._descriptions
-        pieces = np.bincount(self._table.key_numbers[self._rows], minlength=len(keys))
-        first = np.concatenate([[0], np.cumsum(pieces)])
+        first = np.searchsorted(self._row_keys, np.arange(len(keys) + 1))
         for start in range(0, len(keys), _MANY):
             bounds = first[start : start + _MANY + 1]
-            places = self._places(self._rows[bounds[0] : bounds[-1]])
+            places = self._places(slice(bounds[0], bounds[-1]))
             parts, numbers = [pickle.MARK], []
             for key, count in zip(keys[start : start + _MANY], np.diff(bounds).tolist(), strict=True):
                 numbers.append(next(self._memo))
@@ -109,17 +109,17 @@ class _Writer:
             yield b"".join([*parts, pickle.SETITEMS])
 
     def _files_of_pieces(self) -> Iterator[bytes]:
-        keys = self._key_numbers[self._table.key_numbers[self._rows]]
         for start in range(0, len(self._rows), _MANY):
-            rows = self._rows[start : start + _MANY]
+            some = slice(start, start + _MANY)
+            rows, keys = self._rows[some], self._key_numbers[self._row_keys[some]]
             # An index gets its key, and then, from the memo, all else, which is the same for many keys.
             parts = zip(
                 map(self._classes.__getitem__, repeat("LocalTensorIndex", len(rows))),
                 repeat(_EMPTY_OBJECT + pickle.EMPTY_DICT, len(rows)),
                 map(self._texts.__getitem__, repeat("tensor_key", len(rows))),
-                map(_get, keys[start : start + _MANY].tolist()),
+                map(_get, keys.tolist()),
                 repeat(pickle.SETITEM + pickle.BUILD, len(rows)),
-                map(self._indices.__getitem__, self._places(rows)),
+                map(self._indices.__getitem__, self._places(some)),
                 repeat(pickle.BUILD, len(rows)),
                 map(self._files.__getitem__, self._table.files[rows].tolist()),
                 strict=True,
@@ -136,10 +136,11 @@ class _Writer:
             items["tuple"] = pickle.TUPLE1
             yield pickle.MARK + items.tobytes() + pickle.SETITEMS
 
-    def _places(self, rows: Integers) -> Iterator[_Place]:
-        table = self._table
-        key_dtypes = table.key_dtypes[table.key_numbers[rows]]
-        return zip(key_dtypes.tolist(), *(one[rows].tolist() for one in (table.box_numbers, table.starts, table.stops)), strict=True)
+    def _places(self, some: slice) -> Iterator[_Place]:
+        """Return the places of some of the rows."""
+        table, rows = self._table, self._rows[some]
+        columns = (table.key_dtypes[self._row_keys[some]], table.box_numbers[rows], table.starts[rows], table.stops[rows])
+        return zip(*(one.tolist() for one in columns), strict=True)
 
     def _class(self, name: str) -> bytes:
         return self._texts[_MODULE] + self._texts[name] + pickle.STACK_GLOBAL
@@ -170,9 +171,9 @@ def _distinct_pieces(table: PieceTable) -> Integers:
     """Return the positions of the pieces, those of a key in the order of the files; of equal ones of a key only the first."""
     keys, files = table.key_numbers, table.files
     order = np.lexsort((files, table.stops, table.box_numbers, table.starts, keys))
-    is_new = np.ones(len(order), np.bool_)
-    if len(order):
-        is_new[1:] = np.any([np.diff(one[order]) != 0 for one in (keys, table.starts, table.box_numbers, table.stops)], axis=0)
+    is_new = np.arange(len(order)) == 0
+    for one in (keys, table.starts, table.box_numbers, table.stops):
+        is_new[1:] |= np.diff(one[order]) != 0
     distinct = order[is_new]
     return distinct[np.lexsort((files[distinct], keys[distinct]))]
 
