@@ -174,13 +174,14 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
     rest = f'","{_PIECES_KEY}":"{{{descriptions}}}"}}{entries}}}'.encode()
     nbytes = len(_BEFORE_COLUMNS) + DIGEST_LENGTH + len(".") + len(columns) + len(rest)
     rest += b" " * (-nbytes % _ALIGNMENT)
-    encoded = b"".join([_BEFORE_COLUMNS, f"{digest(rest)}.{columns}".encode(), rest])
-    if len(encoded) > MAX_HEADER_NBYTES:
+    start = _BEFORE_COLUMNS + f"{digest(rest)}.{columns}".encode()
+    length = len(start) + len(rest)
+    if length > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"{len(first.keys) + len(second.keys)} pieces in one file need a header of {len(encoded)} bytes, and safetensors allows "
+            f"{len(first.keys) + len(second.keys)} pieces in one file need a header of {length} bytes, and safetensors allows "
             f"{MAX_HEADER_NBYTES}; save from more ranks, or with shorter parameter names"
         )
-    return len(encoded).to_bytes(LENGTH_NBYTES, "little") + encoded
+    return b"".join([length.to_bytes(LENGTH_NBYTES, "little"), start, rest])
 
 
 def pieces_of(part: HeaderPart) -> Iterator[Piece]:
