@@ -188,11 +188,16 @@ def read_headers(path: Path, manifest: Manifest) -> CheckpointIndex:
         CorruptCheckpointError: a header is malformed, or doesn't agree with the manifest or the files.
         UnsafeCheckpointError: a link that leads out of the directory, something that is no file, or an oversized header.
     """
-    index = CheckpointIndex(path, manifest.files, {}, {}, manifest)
+    # What each file says is let go before the whole becomes an index, since both are large.
+    return CheckpointIndex(path, manifest.files, {}, {}, manifest).with_table(_read_table(path, manifest))
+
+
+def _read_table(path: Path, manifest: Manifest) -> PieceTable:
     files = [read_columns(path, record) for record in manifest.files]
     table = table_of(files)
     if table is not None:
-        return index.with_table(table)
+        return table
+    index = CheckpointIndex(path, manifest.files, {}, {}, manifest)
     conflict = next(text for number, one in enumerate(files) for text in index.add(number, one.entries()))
     raise CorruptCheckpointError(f"{conflict}. Load another checkpoint")
 
