@@ -31,7 +31,7 @@ from json.encoder import encode_basestring
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
 from ..pieces import Piece
 from .columns import FileColumns, decode_columns, encode_columns
-from .digests import DIGEST_LENGTH, digest
+from .digests import DIGEST_LENGTH, digest, digest_of_parts
 from .entries import MAX_DIMENSIONS, Box, Entry, box_of
 from .format import (
     DTYPE_CODES,
@@ -168,20 +168,21 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
     twice = first.keys & second.keys
     if twice:
         raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
+    columns = ".".join([*first.blocks, *_blocks_behind(first, second, pieces)]).encode()
     descriptions = ",".join(filter(None, (first.descriptions, second.descriptions)))
-    columns = ".".join([*first.blocks, *_blocks_behind(first, second, pieces)])
-    entries = "".join(f",{one}" for one in (first.entries, second.entries) if one)
-    rest = f'","{_PIECES_KEY}":"{{{descriptions}}}"}}{entries}}}'.encode()
-    nbytes = len(_BEFORE_COLUMNS) + DIGEST_LENGTH + len(".") + len(columns) + len(rest)
-    rest += b" " * (-nbytes % _ALIGNMENT)
-    start = _BEFORE_COLUMNS + f"{digest(rest)}.{columns}".encode()
-    length = len(start) + len(rest)
+    entries = [text for one in (first.entries, second.entries) if one for text in (",", one)]
+    # Not as one text, since each copy of what is said of many pieces takes its time.
+    rest = [text.encode() for text in (f'","{_PIECES_KEY}":"{{', descriptions, '}"}', *entries, "}")]
+    length = len(_BEFORE_COLUMNS) + DIGEST_LENGTH + len(".") + len(columns) + sum(map(len, rest))
+    rest.append(b" " * (-length % _ALIGNMENT))
+    length += len(rest[-1])
     if length > MAX_HEADER_NBYTES:
         raise ValueError(
             f"{len(first.keys) + len(second.keys)} pieces in one file need a header of {length} bytes, and safetensors allows "
             f"{MAX_HEADER_NBYTES}; save from more ranks, or with shorter parameter names"
         )
-    return b"".join([length.to_bytes(LENGTH_NBYTES, "little"), start, rest])
+    start = [length.to_bytes(LENGTH_NBYTES, "little"), _BEFORE_COLUMNS, digest_of_parts(map(memoryview, rest)).encode(), b".", columns]
+    return b"".join([*start, *rest])
 
 
 def pieces_of(part: HeaderPart) -> Iterator[Piece]:
