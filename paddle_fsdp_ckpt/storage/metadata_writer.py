@@ -22,6 +22,9 @@ Thing = TypeVar("Thing", bound=Hashable)
 _MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"  # of Paddle 3.3
 _MANY = 4096  # keys, or pieces, in one block
 _EMPTY_OBJECT = pickle.EMPTY_TUPLE + pickle.NEWOBJ  # of the class before it
+_LIST_BEGIN = pickle.MEMOIZE + pickle.EMPTY_LIST + pickle.MARK  # behind the key, which is kept
+_LIST_END = pickle.APPENDS
+_SHORT_TEXTS = [pickle.SHORT_BINUNICODE + bytes([nbytes]) for nbytes in range(1 << 8)]  # what stands before them, by their length
 _SHORT_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)  # by their length
 _KEY_OF_KEY = np.dtype([("get", "S1"), ("number", "<u4"), ("get_again", "S1"), ("number_again", "<u4"), ("tuple", "S1")])
 
@@ -102,9 +105,7 @@ class _Writer:
             parts, numbers = [pickle.MARK], []
             for key, count in zip(keys[start : start + _MANY], np.diff(bounds).tolist(), strict=True):
                 numbers.append(next(self._memo))
-                parts += _text(key), pickle.MEMOIZE, pickle.EMPTY_LIST, pickle.MARK
-                parts += map(descriptions.__getitem__, islice(places, count))
-                parts.append(pickle.APPENDS)
+                parts += _text(key), _LIST_BEGIN, *map(descriptions.__getitem__, islice(places, count)), _LIST_END
             self._key_numbers[start : start + _MANY] = numbers
             yield b"".join([*parts, pickle.SETITEMS])
 
@@ -184,10 +185,9 @@ def _get(number: int) -> bytes:
 
 def _text(text: str) -> bytes:
     encoded = text.encode()
-    nbytes = len(encoded)
-    if nbytes < 1 << 8:
-        return pickle.SHORT_BINUNICODE + nbytes.to_bytes(1, "little") + encoded
-    return pickle.BINUNICODE + nbytes.to_bytes(4, "little") + encoded
+    if len(encoded) < len(_SHORT_TEXTS):
+        return _SHORT_TEXTS[len(encoded)] + encoded
+    return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
 
 def _integers(numbers: tuple[int, ...]) -> bytes:
