@@ -1,8 +1,8 @@
 """Stock Paddle's ``0.metadata`` as a stream of bytes: a pickle that is written without an object for each key.
 
-What it says is described in :mod:`.metadata`, which reads such files. It is what ``pickle`` makes of Paddle's own objects at protocol 4, as
-``paddle.save`` does; ``pickletools`` describes the opcodes. Equal descriptions, shapes and names are written once, and taken from the memo
-wherever they come again; what never comes again isn't put there.
+What it says is described in :mod:`.metadata`, which reads such files. It is of protocol 4, as ``paddle.save`` writes it, and makes equal
+objects in the same order; ``pickletools`` describes the opcodes. Equal descriptions, shapes and names are written once, and taken from the
+memo wherever they come again; what never comes again isn't put there.
 """
 
 from __future__ import annotations
