@@ -7,6 +7,7 @@ all to :mod:`.plan`, which says what.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,15 +15,17 @@ from ..optim import entry_of, replace_states
 from ..optim.registry import MASTER_WEIGHT_KEY
 from ..saved_run import SavedRun, class_differences
 from ..shardings import LivePlaces
-from ..storage.columns import looked_up, numbered, numbers_of
+from ..storage.columns import Integers, looked_up, numbered, numbers_of
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.problems import ReadProblems
-from ..storage.reader import FileRanges
+from ..storage.reader import FileRanges, end_to_end
 from ..storage.table import PieceTable
 from ..subjects import Stepper, Subjects
 from .options import LoadOptions
 from .planned import LoadPlan, RangeReading
+
+_KEYS_AT_A_TIME = 1 << 14  # to find where their values lie, so that it takes little memory
 
 
 def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, options: LoadOptions) -> LoadPlan | None:
@@ -119,28 +122,55 @@ def find_ranges(table: PieceTable, wanted: LivePlaces, passed_over: Collection[s
     if (table.key_dtypes[numbers] != as_stored[0]).any() or (table.key_shapes[numbers] != as_stored[1]).any():
         return None
     starts, stops, addresses = (np.array(one, np.int64) for one in (wanted.starts, wanted.stops, wanted.addresses))
-    itemsizes = np.array([DTYPE_NBYTES[name] for name in dtype_names], np.int64)[dtypes]
+    itemsizes = np.array([DTYPE_NBYTES[name] for name in dtype_names], np.int64)
     which = np.flatnonzero([key not in passed_over for key in keys]) if passed_over else np.arange(len(keys))
-    # Each piece of each key that is wanted, by key and place, cut to what is wanted of it.
-    counts = np.diff(table.first)[numbers[which]]
-    owners = np.repeat(which, counts)
-    pieces = np.arange(len(owners)) + np.repeat(table.first[numbers[which]] - (np.cumsum(counts) - counts), counts)
+    found: dict[int, list[FileRanges]] = {}
+    for first in range(0, len(which), _KEYS_AT_A_TIME):
+        some = which[first : first + _KEYS_AT_A_TIME]
+        parts = _find_parts(table, numbers[some], starts[some], stops[some])
+        if parts is None:
+            return None
+        owners, sizes = some[parts.owners], itemsizes[dtypes[some[parts.owners]]]
+        ranges = FileRanges(
+            table.offsets[parts.pieces] + (parts.starts - table.starts[parts.pieces]) * sizes,
+            addresses[owners] + (parts.starts - starts[owners]) * sizes,
+            (parts.stops - parts.starts) * sizes,
+            keys,
+            owners,
+        )
+        files = table.files[parts.pieces]
+        for file in np.unique(files).tolist():
+            found.setdefault(file, []).append(ranges[files == file])
+    return {file: end_to_end(some) for file, some in found.items()}
+
+
+class _Parts(NamedTuple):
+    """Parts of pieces, in the order of the keys that want them, and of their elements.
+
+    Attributes:
+        owners: which key of those asked for each is of.
+        pieces: the piece in the table.
+        starts: first element of the key's whole tensor.
+        stops: past-the-last element.
+    """
+
+    owners: Integers
+    pieces: Integers
+    starts: Integers
+    stops: Integers
+
+
+def _find_parts(table: PieceTable, numbers: Integers, starts: Integers, stops: Integers) -> _Parts | None:
+    """Return the parts of pieces that are some keys' elements from ``starts`` to ``stops``; None where they have holes, or some twice."""
+    counts = np.diff(table.first)[numbers]
+    owners = np.repeat(np.arange(len(numbers)), counts)
+    pieces = np.arange(len(owners)) + np.repeat(table.first[numbers] - (np.cumsum(counts) - counts), counts)
     begins, ends = np.maximum(table.starts[pieces], starts[owners]), np.minimum(table.stops[pieces], stops[owners])
     some = begins < ends
     owners, pieces, begins, ends = owners[some], pieces[some], begins[some], ends[some]
     is_first = np.diff(owners, prepend=-1) != 0
     is_last = np.diff(owners, append=-1) != 0
-    # Without holes, and nothing twice.
     expected = np.where(is_first, starts[owners], np.concatenate([[0], ends[:-1]]))
-    if is_first.sum() != len(which) or (begins != expected).any() or (ends != stops[owners])[is_last].any():
+    if is_first.sum() != len(numbers) or (begins != expected).any() or (ends != stops[owners])[is_last].any():
         return None
-    sizes = itemsizes[owners]
-    found = FileRanges(
-        table.offsets[pieces] + (begins - table.starts[pieces]) * sizes,
-        addresses[owners] + (begins - starts[owners]) * sizes,
-        (ends - begins) * sizes,
-        keys,
-        owners,
-    )
-    files = table.files[pieces]
-    return {int(file): found[files == file] for file in np.unique(files)}
+    return _Parts(owners, pieces, begins, ends)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
 from ..pieces import Piece, whole_piece
 from .columns import FileColumns, columns_of
-from .digests import digest
+from .digests import digest_of_parts
 from .entries import Entry, Stored
 from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
 from .header import decode_header, decode_header_columns, header_nbytes
 from .system_errors import read_file
-from .table import PieceTable, StoredInTable, table_of
+from .table import DtypesInTable, PieceTable, StoredInTable, table_of
 
 
 class StoredPiece(NamedTuple):
@@ -45,7 +45,7 @@ class CheckpointIndex:
 
     path: Path
     files: tuple[FileRecord, ...]
-    dtypes: dict[str, str] = field(repr=False)
+    dtypes: dict[str, str] | DtypesInTable = field(repr=False)
     stored: dict[str, list[Stored]] | StoredInTable = field(repr=False)
     manifest: Manifest | None = None
 
@@ -66,7 +66,7 @@ class CheckpointIndex:
 
     def with_table(self, table: PieceTable) -> CheckpointIndex:
         """Return the same of what a table says instead."""
-        return replace(self, dtypes=table.dtype_of_each(), stored=StoredInTable(table))
+        return replace(self, dtypes=DtypesInTable(table), stored=StoredInTable(table))
 
     def digest(self) -> str:
         """Return a digest that two ranks have alike only where they see the same checkpoint."""
@@ -83,6 +83,7 @@ class CheckpointIndex:
         Such a piece is left out.
         """
         assert isinstance(self.stored, dict)
+        assert isinstance(self.dtypes, dict)
         for key, dtype, box, start, stop, byte_offset in entries:
             others = self.stored.get(key)
             if others is None:
@@ -284,8 +285,9 @@ def _read_header(directory: Path, record: FileRecord) -> bytes:
             return length_field, file.read(header_nbytes(length_field, record.size, _where(directory, record)))
 
     length_field, header = read_file(directory / record.name, read)
-    beginning = length_field + header
-    if record.digests and (len(beginning) != record.header_nbytes or digest(beginning) != record.digest(0)):
+    beginning = (memoryview(length_field), memoryview(header))
+    nbytes = sum(map(len, beginning))
+    if record.digests and (nbytes != record.header_nbytes or digest_of_parts(beginning) != record.digest(0)):
         raise CorruptCheckpointError(
             f"the header of {_where(directory, record)} is damaged, or the file is of another save: its digest is not the one in the "
             "manifest; restore the file from a copy, or load another checkpoint"

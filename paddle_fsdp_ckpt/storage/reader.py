@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, CorruptCheckpointError, counted
 from .addresses import address_of, bytes_at, copy_places
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
-from .columns import Integers
+from .columns import Integers, concatenated
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .entries import keys_between
 from .format import DTYPE_NBYTES, FileRecord
@@ -80,6 +80,14 @@ def ranges_of(parts: Iterable[tuple[int, int, int, int]], keys: Sequence[str]) -
     """Return parts of a file that are known one by one: offset, address, number of bytes, and position of the key."""
     columns = np.array(list(parts), np.int64).reshape(-1, 4)
     return FileRanges(columns[:, 0], columns[:, 1], columns[:, 2], keys, columns[:, 3])
+
+
+def end_to_end(several: Sequence[FileRanges]) -> FileRanges:
+    """Return ranges of one file, at least one of them, whose keys are the same list, as one."""
+    offsets, addresses, nbytes, numbers = (
+        concatenated([getattr(one, name) for one in several]) for name in ("offsets", "addresses", "nbytes", "key_numbers")
+    )
+    return FileRanges(offsets, addresses, nbytes, several[0].keys, numbers)
 
 
 class _ChunkRead(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +118,8 @@ class PieceTable:
 
 def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
     """Return the table of all pieces in some files; None where a key has another dtype or shape in one file than in another."""
-    numbers = numbers_of(dict.fromkeys(chain.from_iterable(one.keys for one in files)))
+    numbers = dict.fromkeys(chain.from_iterable(one.keys for one in files), 0)
+    numbers.update(zip(numbers, count()))  # not made anew, since it is large
     keys = concatenated([looked_up(numbers, one.keys) for one in files])
     dtype_numbers, dtypes = merged((one.dtypes, one.dtype_numbers) for one in files)
     box_numbers, boxes = merged((one.boxes, one.box_numbers) for one in files)
@@ -150,6 +151,26 @@ def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
 def _sums(counts: Integers) -> Integers:
     """Return how many there are before each, and at the end of all."""
     return np.concatenate([[0], np.cumsum(counts)])
+
+
+class DtypesInTable(Mapping[str, str]):
+    """The dtype of each key, made of a table when one is asked for first."""
+
+    def __init__(self, table: PieceTable) -> None:
+        self._table = table
+
+    def __getitem__(self, key: str) -> str:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.numbers)
+
+    def __len__(self) -> int:
+        return len(self._table.numbers)
+
+    @cached_property
+    def _by_key(self) -> dict[str, str]:
+        return self._table.dtype_of_each()
 
 
 class StoredInTable(Mapping[str, "list[Stored]"]):
