@@ -19,7 +19,7 @@ from ..storage.columns import Integers, looked_up, numbered, numbers_of
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.problems import ReadProblems
-from ..storage.reader import FileRanges, end_to_end
+from ..storage.ranges import FileRanges, end_to_end
 from ..storage.table import PieceTable
 from ..subjects import Stepper, Subjects
 from .options import LoadOptions

@@ -20,7 +20,8 @@ from ..storage.casts import read_cast
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems
-from ..storage.reader import FileRanges, execute_read, read_ranges
+from ..storage.ranges import FileRanges
+from ..storage.reader import execute_read, read_ranges
 from ..subjects import Subjects
 from .options import LoadOptions
 from .report import LoadNotes

@@ -11,91 +11,28 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import CheckpointError, CorruptCheckpointError, counted
 from .addresses import address_of, bytes_at, copy_places
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
-from .columns import Integers, concatenated
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .entries import keys_between
 from .format import DTYPE_NBYTES, FileRecord
 from .index import CheckpointIndex, open_rank_file, read_columns
 from .plan import Duplicate, ReadPlan
+from .ranges import ChunkRead, FileRanges, chunk_reads, ranges_of
 from .system_errors import read_file
 
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
 _READERS = 2
-_LARGEST_GAP = 1 << 16  # from a disk, to read over one of 8 to 56 KiB took 0.2 to 0.7 of the time that calls for what is around it took
 _MOST_DIRECT = 64  # places in one chunk: to copy a few kilobytes costs less than to hand them to the system one by one
 _CHUNKS_A_READER = 16  # many, since to change threads costs more than to read a chunk
 UNCHANGED = "nothing was changed"
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
 """What a failure while reading leaves behind, in words."""
-
-
-@dataclass(frozen=True, eq=False)
-class FileRanges:
-    """Parts of one file, and where to read them to, a column for each thing that is said of them; entry ``i`` of each is the same part.
-
-    Attributes:
-        offsets: first byte in the file.
-        addresses: of the memory that takes the first one; see :mod:`.addresses`.
-        nbytes: how many there are, at least 1.
-        keys: what parts may belong to, for messages.
-        key_numbers: which of these each belongs to.
-    """
-
-    offsets: Integers
-    addresses: Integers
-    nbytes: Integers
-    keys: Sequence[str]
-    key_numbers: Integers
-
-    @property
-    def stops(self) -> Integers:
-        """Past the last byte in the file."""
-        return self.offsets + self.nbytes
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __getitem__(self, which: slice | Integers | NDArray[np.bool_]) -> FileRanges:
-        """Return some of them."""
-        return FileRanges(self.offsets[which], self.addresses[which], self.nbytes[which], self.keys, self.key_numbers[which])
-
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield offset, address and number of bytes of each."""
-        return zip(self.offsets.tolist(), self.addresses.tolist(), self.nbytes.tolist(), strict=True)
-
-
-def ranges_of(parts: Iterable[tuple[int, int, int, int]], keys: Sequence[str]) -> FileRanges:
-    """Return parts of a file that are known one by one: offset, address, number of bytes, and position of the key."""
-    columns = np.array(list(parts), np.int64).reshape(-1, 4)
-    return FileRanges(columns[:, 0], columns[:, 1], columns[:, 2], keys, columns[:, 3])
-
-
-def end_to_end(several: Sequence[FileRanges]) -> FileRanges:
-    """Return ranges of one file, at least one of them, whose keys are the same list, as one."""
-    offsets, addresses, nbytes, numbers = (
-        concatenated([getattr(one, name) for one in several]) for name in ("offsets", "addresses", "nbytes", "key_numbers")
-    )
-    return FileRanges(offsets, addresses, nbytes, several[0].keys, numbers)
-
-
-class _ChunkRead(NamedTuple):
-    """A chunk to read, and what of it goes where, in ascending order; the rest goes nowhere. A key that it holds, for messages."""
-
-    chunk: Chunk
-    key: str
-    wanted: FileRanges | None
 
 
 def check_duplicates(plan: ReadPlan) -> None:
@@ -163,7 +100,7 @@ def verify_first(plan: ReadPlan, on_read: Callable[[int], None] | None = None) -
             for number in chunks_of(offset, offset + nbytes, record.header_nbytes):
                 keys.setdefault(number, plan.targets[target].key)
         chunks = [chunk(number, record.size, record.header_nbytes) for number in sorted(keys)]
-        _read_chunks(plan.index, file, [_ChunkRead(one, keys[one.number], None) for one in chunks], UNCHANGED, on_read=on_read)
+        _read_chunks(plan.index, file, [ChunkRead(one, keys[one.number], None) for one in chunks], UNCHANGED, on_read=on_read)
 
 
 def execute_read(
@@ -262,16 +199,14 @@ def _read_file(
 ) -> None:
     """Read ranges of one file into their buffers, in whole chunks where these have digests, and compare those."""
     record = index.files[file]
-    reads = (read for layer in _layers(ranges) for read in _by_chunk(_joined(layer), record.size, record.header_nbytes))
-    if not record.digests:
-        reads = (part for read in reads for part in _without_gaps(read))
+    reads = chunk_reads(ranges, record.size, record.header_nbytes, whole=bool(record.digests))
     _read_chunks(index, file, reads, consequence, check_digests, on_read)
 
 
 def _read_chunks(
     index: CheckpointIndex,
     file: int,
-    reads: Iterable[_ChunkRead],
+    reads: Iterable[ChunkRead],
     consequence: str,
     check_digests: bool = True,
     on_read: Callable[[int], None] | None = None,
@@ -282,7 +217,7 @@ def _read_chunks(
     for _ in range(_READERS):
         free.put(memoryview(bytearray(CHUNK_NBYTES)))
 
-    def read_some(some: list[_ChunkRead]) -> int:
+    def read_some(some: list[ChunkRead]) -> int:
         scratch = free.get()
         try:
             for read in some:
@@ -308,62 +243,10 @@ def _read_chunks(
         os.close(descriptor)
 
 
-def _in_lists(reads: Iterable[_ChunkRead], length: int) -> Iterator[list[_ChunkRead]]:
+def _in_lists(reads: Iterable[ChunkRead], length: int) -> Iterator[list[ChunkRead]]:
     rest = iter(reads)
     while part := list(itertools.islice(rest, length)):
         yield part
-
-
-def _layers(ranges: FileRanges) -> Iterator[FileRanges]:
-    """Yield the ranges in as many parts as it takes that no two in a part overlap; each in ascending order."""
-    rest = ranges[np.lexsort((ranges.addresses, ranges.offsets))]
-    while len(rest):
-        fits = np.ones(len(rest), np.bool_)
-        if (rest.offsets[1:] < rest.stops[:-1]).any():  # hardly ever
-            end = 0
-            for number, (offset, stop) in enumerate(zip(rest.offsets.tolist(), rest.stops.tolist(), strict=True)):
-                fits[number] = offset >= end
-                end = stop if fits[number] else end
-        yield rest[fits]
-        rest = rest[~fits]
-
-
-def _joined(layer: FileRanges) -> FileRanges:
-    """Return the same with those made one that follow each other both in the file and in memory, as parameters in a flat buffer do."""
-    follows = (layer.offsets[1:] == layer.stops[:-1]) & (layer.addresses[1:] == layer.addresses[:-1] + layer.nbytes[:-1])
-    if not follows.any():
-        return layer
-    first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return replace(layer[first], nbytes=np.add.reduceat(layer.nbytes, first))
-
-
-def _by_chunk(layer: FileRanges, size: int, header_nbytes: int) -> Iterator[_ChunkRead]:
-    """Yield the chunks that the ranges touch, with the ranges cut at the ends of the chunks."""
-    has_header = header_nbytes > 0
-    first = (layer.offsets - header_nbytes) // CHUNK_NBYTES + has_header
-    counts = (layer.stops - 1 - header_nbytes) // CHUNK_NBYTES + has_header + 1 - first
-    owners = np.repeat(np.arange(len(layer)), counts)
-    numbers = first[owners] + np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chunk_starts = header_nbytes + (numbers - has_header) * CHUNK_NBYTES
-    offsets = np.maximum(layer.offsets[owners], chunk_starts)
-    stops = np.minimum(layer.stops[owners], chunk_starts + CHUNK_NBYTES)
-    addresses = layer.addresses[owners] + offsets - layer.offsets[owners]
-    parts = FileRanges(offsets, addresses, stops - offsets, layer.keys, layer.key_numbers[owners])
-    ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    for start, stop in itertools.pairwise([0, *ends]):
-        wanted = parts[start:stop]
-        yield _ChunkRead(chunk(int(numbers[start]), size, header_nbytes), layer.keys[wanted.key_numbers[0]], wanted)
-
-
-def _without_gaps(read: _ChunkRead) -> Iterator[_ChunkRead]:
-    """Yield the parts of a chunk that somebody wants, those with small gaps between them as one."""
-    assert read.wanted is not None
-    stops = read.wanted.stops
-    ends = [*(np.flatnonzero(read.wanted.offsets[1:] - stops[:-1] > _LARGEST_GAP) + 1).tolist(), len(stops)]
-    for start, stop in itertools.pairwise([0, *ends]):
-        part = read.wanted[start:stop]
-        place = Chunk(read.chunk.number, int(part.offsets[0]), int(stops[stop - 1]))
-        yield _ChunkRead(place, part.keys[part.key_numbers[0]], part)
 
 
 def _fill(one: Chunk, wanted: FileRanges, scratch: memoryview) -> list[memoryview]:
@@ -381,7 +264,7 @@ def _fill(one: Chunk, wanted: FileRanges, scratch: memoryview) -> list[memoryvie
 
 
 def _read_chunk(
-    descriptor: int, index: CheckpointIndex, file: int, read: _ChunkRead, scratch: memoryview, consequence: str, check_digests: bool
+    descriptor: int, index: CheckpointIndex, file: int, read: ChunkRead, scratch: memoryview, consequence: str, check_digests: bool
 ) -> None:
     record = index.files[file]
     path = index.path / record.name
@@ -413,7 +296,7 @@ def _read_chunk(
         copy_places(wanted.addresses, wanted.offsets + (address_of(scratch) - start), wanted.nbytes)
 
 
-def _keys_in(index: CheckpointIndex, record: FileRecord, read: _ChunkRead) -> str:
+def _keys_in(index: CheckpointIndex, record: FileRecord, read: ChunkRead) -> str:
     """Return, in words, whose values a chunk holds: one that is wanted, and how many more as far as the file still says it."""
     try:
         entries = list(read_columns(index.path, record).entries())
