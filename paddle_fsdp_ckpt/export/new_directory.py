@@ -13,6 +13,7 @@ from pathlib import Path
 from ..errors import TargetExistsError
 from ..storage.format import parse_left_over, staging_name
 from ..storage.read_lock import try_to_lock
+from ..storage.system_errors import is_there
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def _locked(staging: Path, target: Path) -> Iterator[None]:
 
 
 def _check_free(target: Path) -> None:
-    if not os.path.lexists(target):
+    if not is_there(target):
         return
     if not target.is_dir():
         raise TargetExistsError(f"'{target}' is there and is no directory; choose another path")

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError, counted
 from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
 from ..storage.stock import is_stock
+from ..storage.system_errors import is_there
 from ..storage.verify import VerifyReport, verify
 from .text import Block, BlockReport, Table, size_text
 
@@ -68,7 +69,7 @@ class RootReport(BlockReport):
 
 def is_checkpoint(directory: Path) -> bool:
     """Tell whether a directory looks like a checkpoint, ours or stock Paddle's."""
-    return os.path.lexists(directory / MANIFEST_NAME) or is_stock(directory)
+    return is_there(directory / MANIFEST_NAME) or is_stock(directory)
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

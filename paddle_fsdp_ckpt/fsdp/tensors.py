@@ -110,11 +110,16 @@ def is_lazy(tensor: paddle.Tensor) -> bool:
 
 def why_without_values(tensor: paddle.Tensor) -> str | None:
     """Return, in words, why a tensor that should have values has none that lie in memory, and the way out; None where it has."""
-    if tensor.data_ptr() is not None or 0 in tensor.shape:
+    if 0 in tensor.shape:
         return None
-    if tensor._is_initialized():
+    if not tensor._is_initialized():  # of which some raise when they are asked for an address
+        return (
+            "it has no values, since it was given none or something let go of its memory (as _clear_data() does); give it some: "
+            "paddle.assign(values, tensor)"
+        )
+    if tensor.data_ptr() is None:
         return "it is sparse, which a checkpoint can't hold; put a dense one in its place (to_dense())"
-    return "it has no values, since something let go of its memory (as _clear_data() does); give it new ones: paddle.assign(values, tensor)"
+    return None
 
 
 def flat_view(flat: paddle.Tensor, wanted: Range) -> paddle.Tensor:

@@ -134,13 +134,16 @@ def need_metrics(policies: Iterable[Retention]) -> bool:
 def steps_to_remove(policies: Sequence[Retention], steps: Sequence[SavedStep], protected: Collection[int] = ()) -> list[int]:
     """Return the numbers of the steps that no policy keeps, in ascending order; never the newest one.
 
+    Where policies may compare metrics, a step of which they could not be read stays: it may be the best.
+
     Args:
         policies: at least one.
         steps: the committed ones, in any order.
         protected: steps that stay whatever the policies say.
     """
     ordered = sorted(steps, key=lambda one: one.step)
-    kept = {*protected, *(one.step for one in ordered[-1:])}.union(*(policy.kept(ordered) for policy in policies))
+    unknown = [one.step for one in ordered if not one.is_known] if need_metrics(policies) else []
+    kept = {*protected, *unknown, *(one.step for one in ordered[-1:])}.union(*(policy.kept(ordered) for policy in policies))
     return [one.step for one in ordered if one.step not in kept]
 
 

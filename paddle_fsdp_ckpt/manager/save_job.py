@@ -89,7 +89,7 @@ class SaveJob:
             root = read_root(self.where, [one for one in self.known if one.step != self.step], metrics=need_metrics(self.policies))
         except (CheckpointError, OSError) as error:
             _LOG.warning("'%s' can't be read, and nothing was removed from it: %s", self.where, error)
-            root = Root((*(one for one in self.known if one.step != self.step), SavedStep(self.step)))
+            root = Root((*(one for one in self.known if one.step != self.step), SavedStep(self.step, metrics=self.metrics)))
         foreign = self.foreign - {self.step}
         own = [one for one in root.steps if one.step not in foreign]
         unwanted = {*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection(root.numbers)}

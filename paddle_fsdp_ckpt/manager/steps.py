@@ -19,6 +19,7 @@ from ..storage.agreement import COORDINATOR
 from ..storage.format import MANIFEST_NAME, JsonValue, parse_json, parse_left_over
 from ..storage.index import read_manifest
 from ..storage.reserved_keys import METRICS_KEY, read_bytes
+from ..storage.system_errors import is_there
 
 HISTORY_NAME = "history.jsonl"
 WRITER_LOCK_NAME = ".writer.lock"
@@ -35,11 +36,13 @@ class SavedStep:
         step: its number.
         created: when it was saved, in UTC; None where it can't be read.
         metrics: what was given to the save, e.g. ``{"loss": 1.5}``; empty where nobody needs it.
+        is_known: whether that could be read.
     """
 
     step: int
     created: datetime | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    is_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,15 @@ class Root:
 
     def to_json(self) -> JsonValue:
         """Return the root as plain JSON data; :meth:`from_json` is the inverse."""
-        steps = [[one.step, None if one.created is None else one.created.isoformat(), one.metrics] for one in self.steps]
+        steps = [[one.step, None if one.created is None else one.created.isoformat(), one.metrics, one.is_known] for one in self.steps]
         return {"steps": steps, "skipped": self.skipped}
 
     @classmethod
     def from_json(cls, value: JsonValue) -> Root:
         """Build a root from what :meth:`to_json` returned."""
         steps = tuple(
-            SavedStep(step, None if created is None else datetime.fromisoformat(created), metrics)
-            for step, created, metrics in value["steps"]
+            SavedStep(step, None if created is None else datetime.fromisoformat(created), metrics, is_known)
+            for step, created, metrics, is_known in value["steps"]
         )
         return cls(steps, value["skipped"])
 
@@ -92,18 +95,18 @@ def read_root(root: Path, known: Iterable[SavedStep] = (), *, metrics: bool = Fa
 
     Args:
         root: the directory.
-        known: steps whose manifests need not be read again.
+        known: steps whose manifests need not be read again; one whose metrics are needed and could not be read is.
         metrics: whether to read the steps' metrics, for which a header of each is read.
 
     Raises:
         CheckpointError: the root is no directory.
         OSError: it can't be read.
     """
-    if not os.path.lexists(root):
+    if not is_there(root):
         return Root()
     if not root.is_dir():
         raise CheckpointError(f"'{root}' is no directory; give the directory that holds, or is to hold, the steps")
-    known_by_name = {step_name(one.step): one for one in known}
+    known_by_name = {step_name(one.step): one for one in known if one.is_known or not metrics}
     steps, skipped = [], {}
     for name in sorted(os.listdir(root)):
         reason = _why_no_step(root / name)
@@ -118,7 +121,7 @@ def steps_aside(root: Path) -> list[int]:
     """Return the numbers of the steps that were renamed aside by saves that were then killed, or are not finished, and are not there."""
     left = [parse_left_over(name) or ("", "") for name in (sorted(os.listdir(root)) if root.is_dir() else [])]
     aside = {step for target, kind in left if kind == "replaced" and (step := parse_step(target)) is not None}
-    return sorted(step for step in aside if not os.path.lexists(root / step_name(step)))
+    return sorted(step for step in aside if not is_there(root / step_name(step)))
 
 
 def clear_left_overs(root: Path) -> None:
@@ -193,9 +196,9 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
         values = _metrics_of(encoded.get(METRICS_KEY, b"{}"))
-    except (CheckpointError, OSError, ValueError):
+    except (CheckpointError, OSError, ValueError) as error:
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
-        return SavedStep(number)
+        return SavedStep(number, is_known=isinstance(error, ValueError))
     return SavedStep(number, datetime.fromisoformat(manifest.created), values)
 
 

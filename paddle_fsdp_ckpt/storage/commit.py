@@ -37,6 +37,7 @@ from .format import (
     replaced_name,
     staging_name,
 )
+from .system_errors import is_there
 from .writer import record_of
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -122,10 +123,10 @@ def heal_target(directory: Path) -> bool:
 
     Only one process may call it, while no save to ``directory`` is under way.
     """
-    if os.path.lexists(directory):
+    if is_there(directory):
         return False
     for path in _left_overs(directory, "replaced"):
-        if os.path.lexists(path / MANIFEST_NAME):
+        if is_there(path / MANIFEST_NAME):
             os.rename(path, directory)
             _fsync(directory.parent)
             return True
@@ -142,13 +143,13 @@ def _check_same_path(paths: list[JsonValue]) -> None:
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    if not os.path.lexists(target):
+    if not is_there(target):
         return
     if not target.is_dir():
         raise TargetExistsError(f"'{target}' is there and is no directory; choose another path")
     if not any(target.iterdir()):
         return
-    if not os.path.lexists(target / MANIFEST_NAME):
+    if not is_there(target / MANIFEST_NAME):
         raise TargetExistsError(f"'{target}' is not empty, and no checkpoint of this package, so it is never replaced; choose another path")
     if not overwrite:
         raise TargetExistsError(f"'{target}' holds a checkpoint already; choose another path, or pass overwrite=True to replace it")
@@ -157,7 +158,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
 def _clear_left_overs(target: Path) -> None:
     for path in _left_overs(target, "staging"):
         shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(target / MANIFEST_NAME):
+    if is_there(target / MANIFEST_NAME):
         _remove_replaced(target)
 
 

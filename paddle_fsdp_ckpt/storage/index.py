@@ -130,8 +130,12 @@ def read_manifest(path: Path) -> Manifest:
     left_over = parse_left_over(Path(os.path.abspath(path)).name)
     if left_over is not None:
         raise IncompleteCheckpointError(_say_left_over(path, *left_over))
-    if not path.is_dir():
-        raise IncompleteCheckpointError(_say_file(path) if path.exists() else _say_missing(path))
+    try:
+        mode = read_file(path, lambda: os.stat(path)).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpointError(_say_missing(path)) from None
+    if not stat.S_ISDIR(mode):
+        raise IncompleteCheckpointError(_say_file(path))
     try:
         read_file(path / MANIFEST_NAME, lambda: os.lstat(path / MANIFEST_NAME))  # which may fail otherwise than since nothing is there
     except FileNotFoundError:
@@ -241,10 +245,13 @@ def open_inside(directory: Path, name: str) -> tuple[int, int]:
         raise IncompleteCheckpointError(
             f"'{directory}' lacks the file {name}; restore it from a copy, or load another checkpoint"
         ) from None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeCheckpointError(f"'{directory / name}' is not a regular file; it was not read. Load another checkpoint")
+    except BaseException:
         os.close(descriptor)
-        raise UnsafeCheckpointError(f"'{directory / name}' is not a regular file; it was not read. Load another checkpoint")
+        raise
     return descriptor, status.st_size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,19 @@ def try_again(path: Path, read: Callable[[], Result]) -> Result:
             _LOG.warning("'%s' can't be read: %s; it is read again in %g s", path, describe_error(error), pause)
             time.sleep(pause)
     return read()
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether something has this name, be it a link that leads nowhere. What can't be looked at is not taken for missing.
+
+    Raises:
+        OSError: it can't be looked at.
+    """
+    try:
+        try_again(path, lambda: os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def describe_error(error: BaseException) -> str:

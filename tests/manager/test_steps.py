@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.errors import CheckpointError
-from paddle_fsdp_ckpt.manager.retention import KeepBest, steps_to_remove
+from paddle_fsdp_ckpt.manager.retention import KeepBest, KeepLast, steps_to_remove
 from paddle_fsdp_ckpt.manager.steps import Root, SavedStep, clear_left_overs, hide_step, parse_step, read_root, step_name
 from paddle_fsdp_ckpt.storage.format import Manifest, replaced_name, staging_name, utc_now
 from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY, bytes_piece
@@ -73,6 +78,54 @@ def test_metrics_that_nobody_could_have_given_are_none(tmp_path: Path, encoded: 
     (found,) = read_root(tmp_path, metrics=True).steps
     assert (found.step, list(found.metrics)) == (7, metrics)
     assert steps_to_remove([KeepBest("loss", mode="min")], [found, SavedStep(8)]) == ([] if metrics else [7])
+
+
+def write_step(path: Path, step: int, loss: float) -> None:
+    path.mkdir()
+    encoded = json.dumps({"loss": loss}).encode()
+    record = write_rank_file(path / "0_0.safetensors", [(bytes_piece(METRICS_KEY, len(encoded)), memoryview(encoded))])
+    (path / "manifest.json").write_text(Manifest(step, 1, utc_now(), {"paddle": "3.3.1"}, [], None, (record,)).to_json())
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "0_0.safetensors"])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EMFILE])
+def test_a_step_whose_metrics_cannot_be_read_may_be_the_best(tmp_path: Path, file: str, code: int) -> None:
+    """It stays, and is looked at again; one that is worse and was read goes."""
+    for step, loss in ((1, 0.5), (2, 3.0), (3, 2.0), (4, 1.0)):
+        write_step(tmp_path / step_name(step), step, loss)
+    policies = [KeepLast(1), KeepBest("loss", mode="min")]
+    real = os.open
+
+    def open_badly(path: Any, *rest: Any, **options: Any) -> int:
+        if os.fspath(path) == os.path.realpath(tmp_path / step_name(1) / file):
+            raise OSError(code, os.strerror(code))
+        return real(path, *rest, **options)
+
+    with patch.object(os, "open", open_badly):
+        root = read_root(tmp_path, metrics=True)
+    assert Root.from_json(root.to_json()) == root
+    assert [one.is_known for one in root.steps] == [False, True, True, True]
+    assert steps_to_remove(policies, root.steps) == [2, 3]
+    assert steps_to_remove([KeepLast(1)], root.steps) == [1, 2, 3]
+    root = read_root(tmp_path, root.steps, metrics=True)
+    assert root.steps[0].metrics == {"loss": 0.5} and root.steps[0].is_known
+    assert steps_to_remove(policies, root.steps) == [2, 3]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
+def test_a_root_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path: Path, code: int) -> None:
+    """A run would begin anew, beside the steps of the one before."""
+    write_step(tmp_path / step_name(1), 1, 0.5)
+    real = os.lstat
+
+    def lstat_badly(path: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path) == os.fspath(tmp_path):
+            raise OSError(code, os.strerror(code))
+        return real(path, **options)
+
+    with patch.object(os, "lstat", lstat_badly), pytest.raises(OSError, match=re.escape(os.strerror(code))):
+        read_root(tmp_path)
+    assert read_root(tmp_path).numbers == [1]
 
 
 def test_a_missing_root_is_empty_and_a_file_is_none(tmp_path: Path) -> None:

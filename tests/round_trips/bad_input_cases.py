@@ -82,6 +82,7 @@ def _cleared(tensor: paddle.Tensor) -> paddle.Tensor:
 def _add_buffers(model: nn.Layer) -> None:
     model.register_buffer("extra", _cleared(paddle.ones([2])))
     model.register_buffer("more", _sparse([2, 3]))
+    model.register_buffer("never", model.create_tensor())
 
 
 def refused_tensors(path: str, good: str) -> list[tuple[str, str]]:
@@ -123,7 +124,7 @@ def refused_tensors(path: str, good: str) -> list[tuple[str, str]]:
     save(overwrite=True)
     load()
     _add_buffers(made)
-    refused("'extra': it has no values.*'more': it is sparse", save, load)
+    refused("'extra': it has no values.*'more': it is sparse.*'never': it has no values", save, load)
     return said
 
 

@@ -395,6 +395,34 @@ def test_a_save_heals_its_target_before_it_judges_it(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "step").step == 7
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
+def test_what_cannot_be_looked_at_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Neither a target, which would be replaced without a word, nor one that was renamed aside, in whose place there would be none."""
+    target = tmp_path / "step"
+    solo(path=target, step=1)
+    real = os.lstat
+
+    def hiding(hidden: Path) -> Any:
+        def lstat(path: Any, **options: Any) -> os.stat_result:
+            if os.fspath(path) == os.fspath(hidden):
+                raise OSError(code, os.strerror(code))
+            return real(path, **options)
+
+        return lstat
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", hiding(target))
+        assert isinstance(solo(path=target, step=2), RankFailedError)
+    assert step_of(target) == 1
+    aside = target.rename(tmp_path / replaced_name("step", NONCE))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", hiding(aside / "manifest.json"))
+        with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+            heal_target(target)
+    assert heal_target(target)
+    assert step_of(target) == 1
+
+
 def test_an_old_checkpoint_is_kept_until_there_is_a_new_one(tmp_path: Path) -> None:
     aside = write_checkpoint(tmp_path / "whole", [[]]).rename(tmp_path / replaced_name("step", NONCE))
     (tmp_path / "step").mkdir()

@@ -18,7 +18,7 @@ from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage import index, system_errors
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import UNCHANGED, execute_read
-from paddle_fsdp_ckpt.storage.system_errors import describe_error
+from paddle_fsdp_ckpt.storage.system_errors import describe_error, is_there
 from paddle_fsdp_ckpt.storage.verify import verify
 
 
@@ -109,3 +109,32 @@ def test_a_wrong_path_has_a_way_out(parent: str, message: str, tmp_path: Path) -
     with pytest.raises((FileNotFoundError, NotADirectoryError)) as caught:
         (tmp_path / parent / "step").mkdir(parents=True)
     assert re.search(message, describe_error(caught.value))
+
+
+def test_only_what_is_missing_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert [is_there(tmp_path / name) for name in ("file", "link", "none", "file/below", "none/below")] == [True, True, False, False, False]
+    monkeypatch.setattr(system_errors, "PAUSES_SECONDS", (0.0, 0.0))
+    for code, times, raises in ((errno.EIO, 2, False), (errno.EIO, None, True), (errno.ESTALE, 1, True), (errno.EACCES, 1, True)):
+        with monkeypatch.context() as patch:
+            failing_at(patch, "look", "file", code, times)
+            if raises:
+                with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+                    is_there(tmp_path / "file")
+            else:
+                assert is_there(tmp_path / "file")
+
+
+def test_a_file_that_tells_nothing_of_itself_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            index.open_inside(tmp_path, "file")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
