@@ -19,7 +19,7 @@ from .digests import digest_of_parts
 from .entries import Entry, Stored
 from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
 from .header import decode_header, decode_header_columns, header_nbytes
-from .system_errors import read_file
+from .system_errors import read_file, says_missing
 from .table import DtypesInTable, PieceTable, StoredInTable, table_of
 
 
@@ -132,7 +132,9 @@ def read_manifest(path: Path) -> Manifest:
         raise IncompleteCheckpointError(_say_left_over(path, *left_over))
     try:
         mode = read_file(path, lambda: os.stat(path)).st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (OSError, ValueError) as error:
+        if not says_missing(error):
+            raise
         raise IncompleteCheckpointError(_say_missing(path)) from None
     if not stat.S_ISDIR(mode):
         raise IncompleteCheckpointError(_say_file(path))

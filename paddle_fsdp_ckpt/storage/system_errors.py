@@ -98,9 +98,16 @@ def is_there(path: Path) -> bool:
     """
     try:
         try_again(path, lambda: os.lstat(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except (OSError, ValueError) as error:
+        if not says_missing(error):
+            raise
         return False
     return True
+
+
+def says_missing(error: OSError | ValueError) -> bool:
+    """Tell whether a look at a path failed because there is nothing of this name, or can't be (a null character is a ValueError)."""
+    return not isinstance(error, OSError) or error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def describe_error(error: BaseException) -> str:

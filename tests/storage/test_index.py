@@ -151,6 +151,14 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(checkpoint: Path) -> None:
         read_index(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["none", "loop", "null\0", "file/below"])
+def test_where_nothing_can_be_there_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(IncompleteCheckpointError, match="there is no checkpoint"):
+        read_manifest(tmp_path / name)
+
+
 def test_a_missing_file_is_named(checkpoint: Path) -> None:
     (checkpoint / "1_0.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match="lacks the file 1_0.safetensors"):
