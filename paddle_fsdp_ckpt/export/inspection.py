@@ -15,7 +15,7 @@ from ..errors import CheckpointError, IncompleteCheckpointError, counted, listin
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
-from ..storage.plan import plan_read
+from ..storage.plan import plan_whole
 from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
@@ -271,7 +271,7 @@ def _inspect(
     chosen = [key for key in listed if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
     if pattern is not None and not chosen:
         raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
-    problems = plan_read(index, [index.whole_piece(key) for key in index.stored], ()).problems.uncovered
+    problems = plan_whole(index, index.keys()).problems.uncovered
     broken = {problem.key for problem in problems}
     readable = [key for key in chosen if statistics and key not in broken]
     of_values = dict(zip(readable, statistics_of(index, [index.whole_piece(key) for key in readable], progress), strict=True))

@@ -14,7 +14,7 @@ from ..pieces import Piece
 from ..storage.casts import as_array
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
-from ..storage.plan import plan_read
+from ..storage.plan import plan_read, plan_whole
 from ..storage.reader import UNCHANGED, check_duplicates, execute_read
 
 BATCH_NUMEL = 1 << 20
@@ -47,7 +47,7 @@ def check_values(index: CheckpointIndex, keys: Sequence[str]) -> None:
         CorruptCheckpointError: copies differ, or a file is damaged where there are copies.
         IncompleteCheckpointError: a file vanished.
     """
-    plan = plan_read(_only(index, keys), [index.whole_piece(key) for key in keys], ())
+    plan = plan_whole(_only(index, keys), keys)
     if plan.problems.uncovered:
         raise MismatchError(
             f"'{index.path}' doesn't hold all elements of {counted(len(plan.problems.uncovered), 'key')}: "

@@ -141,6 +141,11 @@ def plan_read(
     return ReadPlan(index, targets, problems, reads, duplicates)
 
 
+def plan_whole(index: CheckpointIndex, keys: Iterable[str]) -> ReadPlan:
+    """Plan to read all of the tensors under some of the checkpoint's keys, as :func:`plan_read` does; nothing else is expected of it."""
+    return plan_read(index, [index.whole_piece(key) for key in keys], ())
+
+
 def check_complete(index: CheckpointIndex) -> list[Duplicate]:
     """Raise where a checkpoint doesn't hold every element of each of its keys; return what it holds twice.
 
@@ -151,7 +156,7 @@ def check_complete(index: CheckpointIndex) -> list[Duplicate]:
     keys = list(index.stored if index.table is None else index.table.uncovered_keys())
     if not keys:
         return []
-    plan = plan_read(index, [index.whole_piece(key) for key in keys], keys)
+    plan = plan_whole(index, keys)
     uncovered = plan.problems.uncovered
     if uncovered:
         raise MismatchError(

@@ -10,7 +10,7 @@ from ..errors import counted, listing
 from .entries import Stored
 from .format import JsonValue
 from .index import CheckpointIndex
-from .plan import plan_read
+from .plan import plan_whole
 from .read_lock import while_reading
 from .reader import differing_duplicates
 from .survey import FileSurvey, Progress, Survey, survey
@@ -76,7 +76,7 @@ def salvage(path: str | os.PathLike[str], *, workers: int | None = None, progres
     """
     found = survey(Path(path), workers=workers, progress=progress)
     left, reasons = _without_damage(found)
-    plan = plan_read(left, [left.whole_piece(key) for key in left.stored], ())
+    plan = plan_whole(left, left.keys())
     # A key whose damaged pieces have intact copies is whole.
     lost = {key: why for key, why in reasons.items() if key not in left}
     lost |= {problem.key: reasons.get(problem.key, problem.text) for problem in plan.problems.uncovered}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, count, pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .columns import FileColumns, Integers, concatenated, looked_up, merged, numbered, numbers_of
 from .entries import Box, Stored
+
+Said = TypeVar("Said")
 
 _KEYS_AT_A_TIME = 4096
 
@@ -153,33 +157,13 @@ def _sums(counts: Integers) -> Integers:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-class DtypesInTable(Mapping[str, str]):
-    """The dtype of each key, made of a table when one is asked for first."""
-
-    def __init__(self, table: PieceTable) -> None:
-        self._table = table
-
-    def __getitem__(self, key: str) -> str:
-        return self._by_key[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table.numbers)
-
-    def __len__(self) -> int:
-        return len(self._table.numbers)
-
-    @cached_property
-    def _by_key(self) -> dict[str, str]:
-        return self._table.dtype_of_each()
-
-
-class StoredInTable(Mapping[str, "list[Stored]"]):
-    """The pieces of each key, made of a table when they are asked for first."""
+class _OfEachKey(Mapping[str, Said]):
+    """What a table says of each key, made when it is asked for first."""
 
     def __init__(self, table: PieceTable) -> None:
         self.table = table
 
-    def __getitem__(self, key: str) -> list[Stored]:
+    def __getitem__(self, key: str) -> Said:
         return self._by_key[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -195,10 +179,27 @@ class StoredInTable(Mapping[str, "list[Stored]"]):
         """The keys, in the order in which the files have them."""
         return self.table.numbers.keys()
 
-    def items(self) -> ItemsView[str, list[Stored]]:
-        """Each key with its pieces, in the order of the files."""
+    def items(self) -> ItemsView[str, Said]:
+        """Each key with what is said of it, in the same order."""
         return self._by_key.items()
 
     @cached_property
-    def _by_key(self) -> dict[str, list[Stored]]:
+    def _by_key(self) -> dict[str, Said]:
+        return self._make()
+
+    @abstractmethod
+    def _make(self) -> dict[str, Said]: ...
+
+
+class DtypesInTable(_OfEachKey[str]):
+    """The dtype of each key."""
+
+    def _make(self) -> dict[str, str]:
+        return self.table.dtype_of_each()
+
+
+class StoredInTable(_OfEachKey["list[Stored]"]):
+    """The pieces of each key, in the order of the files."""
+
+    def _make(self) -> dict[str, list[Stored]]:
         return dict(self.table.walk())

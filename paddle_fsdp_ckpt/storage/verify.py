@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
 from .index import CheckpointIndex
-from .plan import Duplicate, ReadPlan, plan_read
+from .plan import Duplicate, ReadPlan, plan_whole
 from .read_lock import while_reading
 from .reader import differing_duplicates
 from .stock import is_stock, read_stock_index
@@ -174,7 +174,7 @@ def _stray_files(found: Survey) -> Iterator[Finding]:
 
 
 def _key_findings(found: Survey) -> Iterator[Finding]:
-    plan = _plan_all(found.index)
+    plan = plan_whole(found.index, found.index.keys())
     yield from _coverage_findings(plan)
     yield from _difference_findings(found.index, [one for one in plan.duplicates if not _touches_damage(found, one)])
 
@@ -200,16 +200,12 @@ def _touches_damage(found: Survey, one: Duplicate) -> bool:
     )
 
 
-def _plan_all(index: CheckpointIndex) -> ReadPlan:
-    return plan_read(index, [index.whole_piece(key) for key in index.stored], ())
-
-
 def _verify_stock(path: Path) -> VerifyReport:
     kind = "a checkpoint of stock Paddle"
     not_checked = ("the values: stock Paddle keeps no digests",)
     try:
         index = read_stock_index(path)
-        plan = _plan_all(index)
+        plan = plan_whole(index, index.keys())
         findings = [*_coverage_findings(plan), *_difference_findings(index, plan.duplicates)]
     except CheckpointError as error:
         return VerifyReport(path, kind, None, None, 0, 0, (Finding(_DIRECTORY, str(error)),), not_checked)

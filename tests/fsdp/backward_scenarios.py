@@ -94,11 +94,7 @@ def saved_tensor_hooks_of_the_user(run: Run) -> None:
     for step in range(2):
         with paddle.autograd.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             loss = language_loss(run, model, step)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
-        run.log(loss)
+        run.step(model, optimizer, loss)
 
 
 @scenario
@@ -113,11 +109,7 @@ def gradients_of_inputs(run: Run) -> None:
         run.log(gradient.square().mean())
         (gradient,) = paddle.grad(model(x).sum(), x, create_graph=True)
         loss = model(x).mean() + gradient.square().sum(-1).mean()
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
-        run.log(loss)
+        run.step(model, optimizer, loss)
     run.note_weights(model)
 
 

@@ -40,11 +40,7 @@ def batch_norm_in_training(run: Run) -> None:
             parts = run.images(step, 3, 5, 5).split(this_rank().world_size)
             losses = [model(part).square().mean() for part in parts]
             loss = paddle.add_n(losses) / len(losses)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
-        run.log(loss)
+        run.step(model, optimizer, loss)
     run.note_weights(model)
     if not run.sharded or run.world_size == 1:
         run.losses += [model.norm._mean.numpy().sum().item()] if this_rank().world_size == 1 else []

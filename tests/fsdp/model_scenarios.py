@@ -110,11 +110,7 @@ def parameters_unused_in_a_step_and_gradients_dropped(run: Run) -> None:
     optimizer = run.start(model, lambda model: Momentum(0.1, parameters=model.parameters()))
     for step in range(4):
         loss = _branch_loss(lambda _, step: step % 2 == 1)(run, model, step)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)
-        run.log(loss)
+        run.step(model, optimizer, loss, set_to_zero=False)
     run.note_weights(model)
 
 
@@ -128,11 +124,7 @@ def parameters_unused_on_one_rank(run: Run) -> None:
             loss = F.cross_entropy(model(tokens, run.rank == 0).reshape([-1, VOCABULARY]), tokens.reshape([-1]))
         else:
             loss = _by_parts(model, tokens)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)
-        run.log(loss)
+        run.step(model, optimizer, loss, set_to_zero=False)
     run.note_weights(model)
 
 

@@ -78,11 +78,7 @@ def retain_graph(run: Run) -> None:
         loss = model(run.batch(step)).square().mean()
         loss.backward(retain_graph=True)
         run.note_gradients(model)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
-        run.log(loss)
+        run.step(model, optimizer, loss)
     run.note_weights(model)
 
 

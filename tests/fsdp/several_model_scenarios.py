@@ -132,9 +132,5 @@ def frozen_teacher(run: Run) -> None:
         for one, other in zip(teacher.blocks, model.blocks, strict=True):
             x = other(one(x))
         loss = x.square().mean()
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.clear_grad()
-        run.log(loss)
+        run.step(model, optimizer, loss)
     run.note_weights(model)

@@ -120,13 +120,16 @@ class Run:
     ) -> None:
         """The plain loop; notes the gradients of each step, and the weights at the end."""
         for step in range(first, first + steps):
-            value = (loss or language_loss)(self, model, step)
-            value.backward()
-            self.note_gradients(model)
-            optimizer.step()
-            optimizer.clear_grad()
-            self.log(value)
+            self.step(model, optimizer, (loss or language_loss)(self, model, step))
         self.note_weights(model)
+
+    def step(self, model: nn.Layer, optimizer: Any, loss: paddle.Tensor, *, set_to_zero: bool = True) -> None:
+        """Take a step with a loss, and note the gradients before it."""
+        loss.backward()
+        self.note_gradients(model)
+        optimizer.step()
+        optimizer.clear_grad(set_to_zero=set_to_zero)
+        self.log(loss)
 
     def note_gradients(self, model: nn.Layer) -> None:
         """Note every parameter's gradient; an error where ranks disagree on whether there is one shows as a difference."""
