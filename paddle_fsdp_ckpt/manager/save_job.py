@@ -99,15 +99,15 @@ class SaveJob:
 
     def _hide(self, step: int) -> bool:
         """Take a step out of the root, unless somebody reads it; tell whether it is gone."""
-        with removing(self.where / step_name(step)) as is_free:
-            if not is_free:
-                _LOG.info("%s is being read, and its removal is tried again after the next save", step_name(step))
-                return False
-            try:
+        try:
+            with removing(self.where / step_name(step)) as is_free:
+                if not is_free:
+                    _LOG.info("%s is being read, and its removal is tried again after the next save", step_name(step))
+                    return False
                 hide_step(self.where, step)
-            except OSError as error:
-                _LOG.warning("%s could not be removed, and is tried again after the next save: %s", step_name(step), error)
-                return False
+        except OSError as error:
+            _LOG.warning("%s could not be removed, and is tried again after the next save: %s", step_name(step), error)
+            return False
         return True
 
     def _clear(self) -> None:

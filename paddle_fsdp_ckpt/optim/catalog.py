@@ -6,7 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -130,7 +130,7 @@ def check_own_methods(optimizer: Any) -> None:
 
 
 def check_states_known(optimizer: Any) -> None:
-    """Raise where an optimizer keeps a state that is not known, and so couldn't be saved.
+    """Raise where an optimizer keeps a state that is not known, or is no tensor, and so couldn't be saved.
 
     Raises:
         UnsupportedOptimizerError: naming it.
@@ -142,6 +142,20 @@ def check_states_known(optimizer: Any) -> None:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} keeps a state '{state}' that is not in the table of its states; register_optimizer can "
                 "be told of it, as elementwise=, scalar= or stacked="
+            )
+        _check_tensors(f"state '{state}'", tensors)
+    _check_tensors("master weight", optimizer._master_weights)
+
+
+def _check_tensors(what: str, values: Mapping[str, object]) -> None:
+    """Raise where one of the values, by the names of what they are of, is no tensor."""
+    if all(issubclass(kind, paddle.Tensor) for kind in set(map(type, values.values()))):
+        return
+    for name, value in values.items():
+        if not isinstance(value, paddle.Tensor):
+            raise UnsupportedOptimizerError(
+                f"{what} of '{name}' is {'None' if value is None else f'a {type(value).__name__}'}, not a tensor, and can't be saved or "
+                "loaded: put a tensor in its place, or take the entry out of the optimizer"
             )
 
 

@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from ..errors import CheckpointError, ReplacedCheckpointError
 from .format import MANIFEST_NAME
+from .system_errors import says_missing
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -35,7 +36,9 @@ def reading(directory: str | os.PathLike[str]) -> Iterator[Callable[[object], No
     """
     # ~ as load understands it.
     path = Path(os.path.expanduser(directory))
-    with _locked(path, fcntl.LOCK_SH, os.O_RDONLY):
+    with ExitStack() as lock:
+        with suppress(OSError):
+            lock.enter_context(_locked(path, fcntl.LOCK_SH, os.O_RDONLY))
         before = _identity(path)
 
         def check_there(found: object) -> None:
@@ -91,7 +94,11 @@ def while_reading(*names: str) -> Callable[[Callable[_Arguments, _Result]], Call
 
 @contextmanager
 def removing(directory: Path) -> Iterator[bool]:
-    """Tell the block whether nobody reads the checkpoint, so that it may be removed; nobody is told so twice at once."""
+    """Tell the block whether nobody reads the checkpoint, so that it may be removed; nobody is told so twice at once.
+
+    Raises:
+        OSError: it can't be asked whether somebody does; what is no checkpoint nobody reads.
+    """
     # Some network file systems give an exclusive lock only on what is open for writing.
     with _locked(directory, fcntl.LOCK_EX, os.O_RDWR, os.O_RDONLY) as is_free:
         yield is_free
@@ -99,7 +106,11 @@ def removing(directory: Path) -> Iterator[bool]:
 
 @contextmanager
 def _locked(directory: Path, kind: int, *accesses: int) -> Iterator[bool]:
-    """Hold a lock on the manifest, where there is one and locks work; yield False where one of another process stands against it."""
+    """Hold a lock on the manifest, where there is one and locks work; yield False where one of another process stands against it.
+
+    Raises:
+        OSError: there is one that can't be opened.
+    """
     descriptor = _open(directory / MANIFEST_NAME, accesses)
     if descriptor is None:
         yield True
@@ -113,12 +124,16 @@ def _locked(directory: Path, kind: int, *accesses: int) -> Iterator[bool]:
 
 
 def _open(path: Path, accesses: tuple[int, ...]) -> int | None:
+    """Open a file in the first of these ways that the system allows; return None where it is missing or a link."""
     for access in accesses:
         try:
             # A named pipe would wait for ever without O_NONBLOCK.
             return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (OSError, ValueError):  # a path may have a null character
-            continue
+        except (OSError, ValueError) as error:
+            if says_missing(error):
+                return None
+            if access == accesses[-1]:
+                raise
     return None
 
 

@@ -68,7 +68,7 @@ def _strided(like: paddle.Tensor) -> paddle.Tensor:
     return paddle.as_strided(paddle.ones([2 * like.shape[0]], like.dtype), like.shape, [2])
 
 
-def _replace_state(optimizer: Any, make_other: Callable[[paddle.Tensor], paddle.Tensor]) -> None:
+def _replace_state(optimizer: Any, make_other: Callable[[Any], Any]) -> None:
     table = optimizer._accumulators["moment2"]
     owner = next(owner for owner, tensor in table.items() if tensor.shape[0] > 1)
     table[owner] = make_other(table[owner])
@@ -123,6 +123,14 @@ def refused_tensors(path: str, good: str) -> list[tuple[str, str]]:
     _replace_state(stepper, lambda state: paddle.assign(paddle.ones(state.shape), state))
     save(overwrite=True)
     load()
+    _replace_state(stepper, lambda state: state.numpy())
+    refused("'moment2' of '.*a ndarray, not a tensor", save, load)
+    _replace_state(stepper, paddle.to_tensor)
+    table = stepper._accumulators["moment2"]
+    found = dict(table)
+    table.update(dict.fromkeys(table))
+    refused("'moment2' of '.*is None, not a tensor", save, load)
+    table.update(found)
     _add_buffers(made)
     refused("'extra': it has no values.*'more': it is sparse.*'never': it has no values", save, load)
     return said

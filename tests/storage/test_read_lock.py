@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from paddle_fsdp_ckpt.export.difference import compare
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.shard_map import read_shard_map
 from paddle_fsdp_ckpt.storage import index, read_lock, survey
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME
 from paddle_fsdp_ckpt.storage.index import read_manifest
 from paddle_fsdp_ckpt.storage.read_lock import reading, removing
 from paddle_fsdp_ckpt.storage.salvage import salvage
@@ -53,6 +55,21 @@ def test_readers_share_and_keep_off(checkpoint: Path) -> None:
     assert may_remove(checkpoint)
     with removing(checkpoint), reading(checkpoint):
         assert not may_remove(checkpoint)
+
+
+def test_what_cannot_be_asked_is_not_taken_for_unread(checkpoint: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            may_remove(checkpoint)
+        with reading(checkpoint):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert may_remove(checkpoint)
+    (checkpoint / MANIFEST_NAME).unlink()
+    assert may_remove(checkpoint)
 
 
 @pytest.mark.parametrize("read", [read_shard_map, verify, lambda path: compare(path, path)], ids=["plot", "verify", "diff"])
