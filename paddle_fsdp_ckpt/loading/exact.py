@@ -50,7 +50,7 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     for stepper, names in zip(subjects.steppers, stored, strict=True):
         replace_states(stepper.optimizer, stepper.parameters, names)
     places = subjects.live_places()
-    if places is None or not _has_just(index, subjects, places):
+    if places is None or not _has_just(table, subjects, places):
         return None
     # The values under the other names of a tied parameter are the same, and go to the same memory.
     passed_over = {name for names in tied for name in names[1:]}
@@ -93,14 +93,19 @@ def _suffixes(stepper: Stepper) -> list[str]:
     return [*(f"{state}_0" for state in entry_of(stepper.optimizer).states), MASTER_WEIGHT_KEY]
 
 
-def _has_just(index: CheckpointIndex, subjects: Subjects, places: LivePlaces) -> bool:
+def _has_just(table: PieceTable, subjects: Subjects, places: LivePlaces) -> bool:
     """Tell whether the checkpoint's keys are those of the objects, as far as this rank knows them."""
-    expected = subjects.model_keys().union(places.keys)
+    numbers = [looked_up(table.numbers, keys) for keys in (places.keys, list(subjects.model_keys()))]
+    if any((some < 0).any() for some in numbers):
+        return False
     # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
     for stepper in subjects.steppers:
         elsewhere = [one.slot.name for one in stepper.parameters if not one.range.numel]
-        expected.update(key for suffix in _suffixes(stepper) for name in elsewhere if (key := f"{name}.{suffix}") in index.stored)
-    return expected == index.keys()
+        numbers += [looked_up(table.numbers, [f"{name}.{suffix}" for name in elsewhere]) for suffix in _suffixes(stepper)]
+    is_expected = np.zeros(len(table.numbers), np.bool_)
+    for some in numbers:
+        is_expected[some[some >= 0]] = True
+    return bool(is_expected.all())
 
 
 def find_ranges(table: PieceTable, wanted: LivePlaces, passed_over: Collection[str]) -> dict[int, FileRanges] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -33,10 +33,13 @@ def places_of_cut(
     of_shards, of_tensors = facts_of(shards), facts_of(tensors)
     if not all(all(one.contiguous) for one in (of_shards, of_tensors, *(column.facts for column in columns))):
         return None
-    places = [
-        _places_of_flat(flat, of_shards),
-        _places_of_whole([name for name, _ in whole], tensors, of_tensors, [rank == 0] * len(whole)),
-    ]
+    stored = [rank == 0] * len(whole)
+    of_model = [_places_of_flat(flat, of_shards), _places_of_whole([name for name, _ in whole], tensors, of_tensors, stored)]
+    return LivePlaces.joined(chain(of_model, _places_of_states(columns)))
+
+
+def _places_of_states(columns: Sequence[StateColumn]) -> Iterator[LivePlaces]:
+    """Yield where states are, a column at a time."""
     kept = _Kept.of([])
     for column in columns:
         if column.shards != kept.parameters:
@@ -44,12 +47,10 @@ def places_of_cut(
         suffix = f".{column.suffix}"
         keys = [name + suffix for name in kept.names]
         if column.kind is StateKind.SCALAR:
-            places.append(_places_of_whole(keys, column.tensors, column.facts, [start == 0 for start in kept.starts]))
+            yield _places_of_whole(keys, column.tensors, column.facts, [start == 0 for start in kept.starts])
         else:
             dtypes, stored = names_of_dtypes(column.facts.dtypes), [True] * len(keys)
-            addresses = column.facts.addresses
-            places.append(LivePlaces(keys, dtypes, kept.shapes, kept.starts, kept.stops, addresses, stored, column.tensors))
-    return LivePlaces.joined(places)
+            yield LivePlaces(keys, dtypes, kept.shapes, kept.starts, kept.stops, column.facts.addresses, stored, column.tensors)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from typing import Any, Protocol
 
 import paddle
@@ -107,10 +106,14 @@ class LivePlaces:
     tensors: list[paddle.Tensor]
 
     @classmethod
-    def joined(cls, several: Sequence[LivePlaces]) -> LivePlaces:
-        """Return several as one."""
-        columns = ([*chain.from_iterable(getattr(one, field.name) for one in several)] for field in fields(cls))
-        return cls(*columns)
+    def joined(cls, several: Iterable[LivePlaces]) -> LivePlaces:
+        """Return several as one; of these, where they are made one by one, there is one at a time."""
+        names = [column.name for column in fields(cls)]
+        together = cls(*([] for _ in names))
+        for one in several:
+            for name in names:
+                getattr(together, name).extend(getattr(one, name))
+        return together
 
 
 class Sharding(ABC):

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,9 @@ from ..pieces import Piece
 from .entries import MAX_NUMEL, Box, Entry, Outline, box_of
 from .format import DTYPE_NBYTES, JsonValue, parse_json
 
-Integers: TypeAlias = "NDArray[np.int64]"
+Integers: TypeAlias = "NDArray[np.signedinteger[Any]]"
+"""Sizes and places are of 64 bits; of 32, to take less memory, is what numbers things that are all in memory."""
+
 Thing = TypeVar("Thing", bound=Hashable)
 
 _COLUMNS = ("u1", "<u4", "<u8", "<u8")
@@ -85,7 +87,7 @@ def numbers_of(distinct: Iterable[Thing]) -> dict[Thing, int]:
 
 def looked_up(numbers: dict[Thing, int], things: Sequence[Thing]) -> Integers:
     """Return the number that each thing has; -1 for those that have none."""
-    return np.fromiter(map(numbers.get, things, repeat(-1)), np.int64, len(things))
+    return np.fromiter(map(numbers.get, things, repeat(-1)), np.int32, len(things))
 
 
 def merged(columns: Iterable[tuple[Sequence[Thing], Integers]]) -> tuple[Integers, list[Thing]]:

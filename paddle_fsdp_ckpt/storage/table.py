@@ -130,7 +130,7 @@ def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
     shapes_of_boxes, shapes = numbered(box.global_shape for box in boxes)
     shape_numbers = shapes_of_boxes[box_numbers]
     # Any of a key's pieces will do, since all must be alike.
-    key_dtypes, key_shapes = np.zeros((2, len(numbers)), np.int64)
+    key_dtypes, key_shapes = np.zeros((2, len(numbers)), np.int32)
     key_dtypes[keys], key_shapes[keys] = dtype_numbers, shape_numbers
     if (key_dtypes[keys] != dtype_numbers).any() or (key_shapes[keys] != shape_numbers).any():
         return None
@@ -143,7 +143,7 @@ def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
         shapes=shapes,
         key_shapes=key_shapes,
         first=_sums(np.bincount(keys, minlength=len(numbers))),
-        files=np.repeat(np.arange(len(files)), [len(one.keys) for one in files])[order],
+        files=np.repeat(np.arange(len(files), dtype=np.int32), [len(one.keys) for one in files])[order],
         boxes=boxes,
         box_numbers=box_numbers[order],
         starts=starts[order],
