@@ -19,7 +19,7 @@ from fused_cases import Held, assert_goes_on_alike, whole
 from harness import RankPool, assert_equal_states
 
 Ranks = Callable[[int], RankPool]
-README = Path(__file__).resolve().parent.parent.parent / "README.md"
+TEXT = Path(__file__).resolve().parent.parent.parent / "docs" / "paddles_fully_shard.md"
 RESUMED = ["adamw", "adam named", "momentum", "sgd", "nadam named", "adamw decay clipped"]
 MOVED = ["adamw", "momentum"]
 
@@ -183,15 +183,15 @@ def test_split_weight_decay_is_public(single: RankPool) -> None:
     assert single.run(cases.split_is_public) == [True]
 
 
-def test_the_readme_example_runs(tmp_path: Path) -> None:
-    marked = re.search(r"<!-- tests/paddle_runtime runs this -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
+    marked = re.search(r"<!-- tests/paddle_runtime runs this -->\n```python\n(.*?)```", TEXT.read_text(), re.DOTALL)
     assert marked is not None
     on_cpu = (
         "from paddle_fsdp_ckpt.fsdp.paddle_on_cpu import paddle_runtime_on_cpu\n"
         "import paddle\npaddle.set_device('cpu')\nwith paddle_runtime_on_cpu():\n"
     )
     (tmp_path / "train.py").write_text(on_cpu + textwrap.indent(marked[1], "    "))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TEXT.parent.parent)}
     run = subprocess.run(
         [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "train.py"],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""The README's example with LoRA adapters runs as it stands, and so do the commands after it."""
+"""The example of docs/lora.md with LoRA adapters runs as it stands, and so do the commands after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.storage.index import read_index
 
-README = Path(__file__).resolve().parent.parent.parent / "README.md"
+TEXT = Path(__file__).resolve().parent.parent.parent / "docs" / "lora.md"
 
 
 def run_example(code: str, directory: str) -> dict[str, np.ndarray]:
@@ -38,7 +38,7 @@ def run_example(code: str, directory: str) -> dict[str, np.ndarray]:
 
 
 def test_the_example_with_adapters(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    found = re.search(r"<!-- tests/round_trips runs this -->\n```python\n(.*?)```\n\n```bash\n(.*?)```", README.read_text(), re.DOTALL)
+    found = re.search(r"<!-- tests/round_trips runs this -->\n```python\n(.*?)```\n\n```bash\n(.*?)```", TEXT.read_text(), re.DOTALL)
     assert found is not None
     whole = ranks(2).run(run_example, found[1], str(tmp_path))[0]
     stored = set(read_index(tmp_path / "checkpoints" / "adapters_10").stored)
