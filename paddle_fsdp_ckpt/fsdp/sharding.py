@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import paddle
 import paddle.distributed as dist
 from paddle import nn
 from paddle.base.framework import EagerParamBase
