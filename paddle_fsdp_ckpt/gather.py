@@ -9,25 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import nn
 
-from .errors import CheckpointError, RankFailedError, ShardingError
-from .fsdp import Communicator, named_buffers, named_parameters, runtime_of
+from .errors import CheckpointError, RankFailedError, ShardingError, listing
+from .fsdp import Communicator, dtype_name, named_buffers, named_parameters, runtime_of
 from .host_memory import chunks_of
 from .layout import Slot
 from .shardings import FlatShard, Sharding, sharding_of
+from .storage.casts import may_overflow
 from .storage.digests import digest_of_parts
+from .storage.format import DTYPE_NBYTES
 from .subjects import check_tensors
 
 Selection: TypeAlias = str | Iterable[str] | Callable[[str], bool]
 """Which names: a shell-style pattern or several (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
 
-_GOES_ON, _HAS_LEFT, _HAS_CHANGED = 0, 1, 2
+_GOES_ON, _HAS_LEFT, _HAS_CHANGED, _HAS_TOO_LARGE = 0, 1, 2, 3
 """What ranks tell each other before each flat buffer."""
 
 _CHANGED = (
@@ -42,8 +44,8 @@ def iter_full_parameters(
     include: Selection | None = None,
     exclude: Selection | None = None,
     trainable_only: bool = False,
-    dtype: str | None = None,
-    device: str | None = None,
+    dtype: Any = None,
+    device: Any = None,
     to_rank: int | None = None,
 ) -> Iterator[tuple[str, paddle.Tensor]]:
     """Yield (structured name, whole tensor) of each parameter, in the same order on every rank.
@@ -59,14 +61,15 @@ def iter_full_parameters(
         include: names to yield; by default all.
         exclude: names not to yield, though included.
         trainable_only: leave out parameters with ``stop_gradient``.
-        dtype: Paddle's dtype name to convert to; by default each keeps its own.
+        dtype: Paddle's dtype, or its name, to convert to; by default each keeps its own. A finite value that would become infinite is an
+            error.
         device: where the tensors go, e.g. ``"cpu"``; by default they stay.
         to_rank: the only one of the ranks that train the model, counted from 0, that is given tensors; the iterators of the others are
             empty, and must be run all the same. By default every rank is given all.
 
     Raises:
         ShardingError: as :func:`~.state_dict.sharded_state_dict`; or the ranks ask for different things.
-        CheckpointError: there is no rank ``to_rank``.
+        CheckpointError: there is no rank ``to_rank``, no such dtype or device; or, while iterating, a value is too large for ``dtype``.
         RankFailedError: while iterating, another rank left its iterator before the end.
         ShardingError: while iterating, a step, a load or the like changed weights on any rank, so that those to come are not of the same
             moment as those that came.
@@ -74,14 +77,20 @@ def iter_full_parameters(
     check_tensors(model)
     sharding = sharding_of(model)
     is_wanted = _choice(include, exclude)
+    dtype = None if dtype is None else _name_of(dtype)
     if sharding.is_plain:
-        return _iterate_plain(model, is_wanted, trainable_only, dtype, device) if receives(sharding, to_rank) else iter(())
+        if not receives(sharding, to_rank):
+            return iter(())
+        error = receiving_error(device, dtype)
+        if error is not None:
+            raise error
+        return _iterate_plain(model, is_wanted, trainable_only, dtype, device)
     wanted = _wanted_slots(sharding, is_wanted, trainable_only)
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
     is_receiver = receives(sharding, to_rank)  # after that, so that an error of one rank is one of all
-    gathering = _Gathering(sharding.communicator, [shard for shard, _ in wanted])
-    return _iterate(gathering, [slots for _, slots in wanted], is_wanted, dtype, device, is_receiver)
+    sharding.communicator.raise_together(receiving_error(device if is_receiver else None, dtype))
+    return _iterate(_Gathering(sharding.communicator, wanted, dtype), is_wanted, dtype, device, is_receiver)
 
 
 def parameter_versions(model: nn.Layer) -> dict[str, int]:
@@ -111,8 +120,8 @@ def full_state_dict(
     include: Selection | None = None,
     exclude: Selection | None = None,
     trainable_only: bool = False,
-    dtype: str | None = None,
-    device: str | None = "cpu",
+    dtype: Any = None,
+    device: Any = "cpu",
     to_rank: int | None = 0,
 ) -> dict[str, paddle.Tensor]:
     """Return whole parameters and persistable buffers by structured name: all of the plain model's state dict. All ranks must call it.
@@ -153,6 +162,36 @@ def receives(sharding: Sharding, to_rank: int | None) -> bool:
     return to_rank in (None, rank)
 
 
+def receiving_error(device: Any, dtype: str | None = None) -> CheckpointError | None:
+    """Say why a rank can't put tensors on a device, or that there is no such dtype; None where all is well."""
+    if dtype is not None and dtype not in DTYPE_NBYTES:
+        return CheckpointError(f"there is no dtype '{dtype}'; give one of {', '.join(DTYPE_NBYTES)}")
+    try:
+        if device is not None:
+            paddle.zeros([1]).to(device)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        return CheckpointError(f"tensors can't go to device {device!r}: {error}")
+    return None
+
+
+def _name_of(dtype: Any) -> str:
+    """Return Paddle's name of a dtype, which may be given as Paddle's or numpy's own."""
+    return dtype.__name__ if isinstance(dtype, type) else str(dtype).removeprefix("paddle.")
+
+
+def _is_too_large(tensor: paddle.Tensor, dtype: str | None) -> bool:
+    """Tell whether finite values would become infinite in a dtype."""
+    if dtype is None or not may_overflow(dtype_name(tensor), dtype):
+        return False
+    with paddle.no_grad():
+        return bool(paddle.logical_and(tensor.astype(dtype).isinf(), tensor.isfinite()).any().item())
+
+
+def _say_too_large(names: Sequence[str], dtype: str | None) -> CheckpointError:
+    of = listing(names) if names else "parameters, of which other ranks keep them,"
+    return CheckpointError(f"values of {of} are too large for {dtype}, and would become infinite; ask for another dtype")
+
+
 def _choice(include: Selection | None, exclude: Selection | None) -> Callable[[str], bool]:
     """Return what tells whether a name is wanted."""
     included = _matcher("*" if include is None else include)
@@ -168,7 +207,7 @@ def _matcher(selection: Selection) -> Callable[[str], bool]:
 
 
 def _iterate_plain(
-    model: nn.Layer, is_wanted: Callable[[str], bool], trainable_only: bool, dtype: str | None, device: str | None
+    model: nn.Layer, is_wanted: Callable[[str], bool], trainable_only: bool, dtype: str | None, device: Any
 ) -> Iterator[tuple[str, paddle.Tensor]]:
     wanted = [
         (named.parameter, names)
@@ -179,6 +218,8 @@ def _iterate_plain(
     for (parameter, names), digest in zip(wanted, before, strict=True):
         if _digest(parameter) != digest:
             raise ShardingError(_CHANGED)
+        if _is_too_large(parameter.detach(), dtype):
+            raise _say_too_large(names, dtype)
         tensor = owned(parameter.detach(), tuple(parameter.shape), dtype, device)
         yield from ((name, tensor) for name in names)
         del tensor
@@ -200,14 +241,13 @@ def _wanted_slots(sharding: Sharding, is_wanted: Callable[[str], bool], trainabl
 
 def _iterate(
     gathering: _Gathering,
-    wanted: Sequence[Sequence[Slot]],
     is_wanted: Callable[[str], bool],
     dtype: str | None,
-    device: str | None,
+    device: Any,
     is_receiver: bool,
 ) -> Iterator[tuple[str, paddle.Tensor]]:
     with closing(gathering):
-        for slots in wanted:
+        for _, slots in gathering.wanted:
             whole = gathering.gather_next()
             for slot in slots if is_receiver else ():
                 gathering.check_live_buffer()
@@ -222,21 +262,26 @@ def _iterate(
 class _Gathering:
     """The flat buffers of one iteration, gathered one after another.
 
-    Where a rank closes or drops it before the last one, or its weights are not what they were at the beginning, all others raise.
+    Where a rank closes or drops it before the last one, or its weights are not what they were at the beginning, or too large, all raise.
     """
 
-    def __init__(self, communicator: Communicator, shards: Sequence[FlatShard]) -> None:
+    def __init__(self, communicator: Communicator, wanted: Sequence[tuple[FlatShard, Sequence[Slot]]], dtype: str | None) -> None:
         self._communicator = communicator
-        self._shards = shards
+        self.wanted = wanted
+        self._dtype = dtype
+        self._shards = [shard for shard, _ in wanted]
         self._gathered = 0
-        self._versions = [_version(shard) for shard in shards]
+        self._versions = [_version(shard) for shard in self._shards]
 
     def gather_next(self) -> paddle.Tensor:
         """Return the next whole buffer: the live one where this rank is alone. A collective operation."""
         number, self._gathered = self._gathered, len(self._shards)  # after an error, which all ranks get, there is nothing to tell
         shard = self._shards[number]
-        mine = _GOES_ON if _version(shard) == self._versions[number] else _HAS_CHANGED
+        too_large = self._too_large(number)
+        mine = _HAS_TOO_LARGE if too_large else _GOES_ON if _version(shard) == self._versions[number] else _HAS_CHANGED
         verdict = int(self._communicator.max_of_integers(np.array([mine], dtype=np.int32))[0])
+        if verdict == _HAS_TOO_LARGE:
+            raise _say_too_large(too_large, self._dtype)
         if verdict == _HAS_CHANGED:
             raise ShardingError(_CHANGED)
         if verdict == _HAS_LEFT:
@@ -246,6 +291,17 @@ class _Gathering:
             )
         self._gathered = number + 1
         return shard.tensor if self._communicator.alone else self._communicator.all_gather(shard.tensor)
+
+    def _too_large(self, number: int) -> list[str]:
+        """Return the names of what is wanted of a buffer and holds values on this rank that are too large for the dtype."""
+        shard, slots = self.wanted[number]
+        mine = shard.layout.shard(self._communicator.rank)
+        parts = [(slot.name, slot.range.intersect(mine)) for slot in slots]
+        return [
+            name
+            for name, part in parts
+            if part.numel and _is_too_large(shard.tensor._slice(part.start - mine.start, part.stop - mine.start), self._dtype)
+        ]
 
     def check_live_buffer(self) -> None:
         """Raise where what :meth:`gather_next` returned is the live buffer, and was written to since then.
@@ -277,10 +333,10 @@ def _digest(tensor: paddle.Tensor) -> str:
     return digest_of_parts(chunks_of(tensor))
 
 
-def owned(tensor: paddle.Tensor, shape: tuple[int, ...], dtype: str | None, device: str | None) -> paddle.Tensor:
+def owned(tensor: paddle.Tensor, shape: tuple[int, ...], dtype: str | None, device: Any) -> paddle.Tensor:
     """Return a copy that shares nothing."""
     with paddle.no_grad():
-        own = tensor.clone() if dtype is None or str(tensor.dtype).endswith(f".{dtype}") else tensor.astype(dtype)
+        own = tensor.clone() if dtype in (None, dtype_name(tensor)) else tensor.astype(dtype)  # astype to the same makes no copy
         own = own.reshape(list(shape))
         own = own if device is None else own.to(device)
     own.stop_gradient = True

@@ -11,13 +11,13 @@ import paddle
 
 from .fsdp import Communicator, ParameterShard
 from .fsdp.paddle_runtime import PaddleShard
-from .gather import owned, receives
+from .gather import owned, receives, receiving_error
 from .layout import FlatBuffer, Slot
 from .optim import OptimizerState, StateKind
 from .subjects import check_subjects
 
 
-def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_rank: int | None = 0) -> dict[str, paddle.Tensor]:
+def full_optimizer_state_dict(optimizer: Any, *, device: Any = "cpu", to_rank: int | None = 0) -> dict[str, paddle.Tensor]:
     """Return an optimizer's whole states and master weights by key, as :func:`~.state_dict.optimizer_sharded_state_dict` names them.
 
     All ranks must call it. Only states that there are; none is created.
@@ -33,7 +33,7 @@ def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_
     Raises:
         ShardingError: the optimizer is not bound, or ``to_rank`` differs between ranks.
         UnsupportedOptimizerError: it has a state that its class is not known to have.
-        CheckpointError: there is no rank ``to_rank``.
+        CheckpointError: there is no rank ``to_rank``, or no such device.
     """
     subjects = check_subjects(None, [optimizer])
     sharding = subjects.sharding
@@ -41,6 +41,7 @@ def full_optimizer_state_dict(optimizer: Any, *, device: str | None = "cpu", to_
     communicator = sharding.communicator
     communicator.check_same("to_rank of full_optimizer_state_dict", str(to_rank))
     is_receiver = receives(sharding, to_rank)
+    communicator.raise_together(receiving_error(device if is_receiver else None))
     tables = _agree_on_tables(communicator, sharding.states(optimizer, stepper.parameters))
     found: dict[str, paddle.Tensor] = {}
     for layout in [shard.layout for shard in sharding.flat_shards()]:

@@ -20,6 +20,7 @@ from .optim import (
     unbind_optimizer,
     whole_parameters,
 )
+from .optim.registry import MASTER_WEIGHT_KEY
 
 
 def unshard(model: nn.Layer) -> nn.Layer:
@@ -59,4 +60,6 @@ def _give_states(optimizer: Any, whole: dict[int, WholeParameter], values: dict[
     create_states(optimizer, [one for one in held if one.slot.name in stored])
     with paddle.no_grad():
         for state in optimizer_states(optimizer, held):
-            paddle.assign(values[state.key], state.tensor)
+            # Where multi_precision was set meanwhile, master weights are new, and hold the weights already.
+            if state.suffix != MASTER_WEIGHT_KEY or state.key in values:
+                paddle.assign(values[state.key], state.tensor)

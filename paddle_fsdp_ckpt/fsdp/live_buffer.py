@@ -132,8 +132,11 @@ class LiveBuffer:
                 part.scale_(factor)
             if self._gradient_shard is None:
                 self._gradient_shard = part
-            else:
-                self.gradient_shard().add_(part)
+                return
+            self._gradient_shard.add_(part)
+            for shard in self._zeros:  # replaced, as Paddle does after clear_grad(), since 0 + -0 is 0
+                paddle.assign(flat_view(part, shard.buffer_range), flat_view(self._gradient_shard, shard.buffer_range))
+            self._zeros.clear()
 
     def _take_whole_gradient(self) -> paddle.Tensor:
         """Return the pending gradient, zero where none was added, and forget it. What padding holds does not matter."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import paddle
 import paddle.distributed as dist
 from paddle import nn
 from paddle.base.framework import EagerParamBase
@@ -173,6 +174,14 @@ def unshard_model(model: nn.Layer) -> None:
     del model.__dict__[RUNTIME_ATTRIBUTE]
 
 
+def _has_values(gradient: paddle.Tensor | None) -> bool:
+    """Tell whether a gradient is other than the zeros that ``clear_grad()`` leaves."""
+    if gradient is None:
+        return False
+    # Paddle has no any() of 16-bit numbers, and of sparse gradients nothing that compares.
+    return gradient.is_selected_rows() or bool((gradient != 0).any().item())
+
+
 def _by_kind(unit: UnitPlan) -> dict[str, list[NamedParameter]]:
     """Group a unit's parameters by what a flat buffer can't mix: dtype, and whether they train."""
     kinds: dict[str, list[NamedParameter]] = {}
@@ -209,7 +218,7 @@ def check_model(model: nn.Layer) -> list[NamedParameter]:
     lost = [named.names[0] for named in parameters if not named.parameter._is_initialized() and not is_lazy(named.parameter)]
     if lost:
         raise ShardingError(f"parameters without values: {listing(lost)}; give them values first, by set_value")
-    started = [named.names[0] for named in parameters if named.parameter.grad is not None and bool(named.parameter.grad.any().item())]
+    started = [named.names[0] for named in parameters if _has_values(named.parameter.grad)]
     if started:
         raise ShardingError(f"parameters have gradients, which would be lost: {listing(started)}; step and call clear_grad() first")
     with_main_grad = [named.names[0] for named in parameters if hasattr(named.parameter, "main_grad")]

@@ -16,7 +16,7 @@ from ..fsdp import why_without_values
 from ..host_memory import destinations
 from ..loading.planned import counter_of
 from ..meeting import digest_of
-from ..optim import describe_grad_scaler, describe_scheduler, restore_grad_scaler, restore_scheduler
+from ..optim import describe_grad_scaler, describe_scheduler, restore_grad_scaler, restore_scheduler, warn_of_pending_update
 from ..progress import ProgressLine
 from ..saving import Kept
 from ..storage.agreement import COORDINATOR
@@ -71,6 +71,8 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
     Raises:
         CheckpointError: it can't be saved.
     """
+    for scaler in state.grad_scalers.values():
+        warn_of_pending_update(scaler)
     common = encode_extra_state(
         {
             "extra_state": extra_state,

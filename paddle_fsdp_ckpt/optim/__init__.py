@@ -16,7 +16,7 @@ from .fused_others import let_masters_follow
 from .fused_repair import PaddleRepair, repair_paddle_runtime
 from .gradient_norm import clip_grad_norm_
 from .hyperparameters import describe_hyperparameters, differences
-from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler
+from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler, warn_of_pending_update
 from .parameters import SteppedParameter, WholeParameter, optimizer_list, parameter_groups, whole_parameters
 from .registry import (
     OptimizerState,
@@ -74,5 +74,6 @@ __all__ = [
     "state_columns",
     "states_restored_on_error",
     "unbind_optimizer",
+    "warn_of_pending_update",
     "whole_parameters",
 ]

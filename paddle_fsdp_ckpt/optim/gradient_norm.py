@@ -104,6 +104,8 @@ def _shards_of(parameters: nn.Layer | paddle.Tensor | Iterable[paddle.Tensor]) -
         parameters = parameters.parameters()
     shards: dict[int, ParameterShard] = {}
     for one in [parameters] if isinstance(parameters, paddle.Tensor) else parameters:
+        if hasattr(one, "_stays_whole"):  # a running statistic, which Paddle's layers keep among their parameters
+            continue
         if not isinstance(one, ShardedParameter):
             raise ShardingError(
                 f"clip_grad_norm_: '{getattr(one, 'name', one)}' is no parameter that fully_shard of this package sharded; for "

@@ -13,6 +13,7 @@ from paddle.amp.grad_scaler import AmpScaler, OptimizerState
 
 from ..errors import ShardingError
 from ..fsdp import ParameterShard
+from ..warn import warn_caller
 from .binding import binding_of
 from .schedule import JsonValue
 
@@ -43,6 +44,18 @@ def bind_grad_scaler(scaler: Any) -> None:
     scaler.__dict__[_BOUND_ATTRIBUTE] = unscale
     # GradScaler.unscale_ passes over an object's own _unscale.
     scaler.__dict__.update({name: unscale for name in ("_unscale", "unscale_") if hasattr(scaler, name)})
+
+
+def warn_of_pending_update(scaler: Any) -> None:
+    """Warn where a scaler's ``step()`` has run and its ``update()`` has not: a save now would lose what that does to the scale.
+
+    Raises:
+        ShardingError: it is not a ``GradScaler`` or ``AmpScaler``.
+    """
+    _check_scaler(scaler)
+    has_stepped = any(states["state"] is OptimizerState.STEPPED for states in scaler._optimizer_states.values())
+    if scaler._enable and scaler._use_dynamic_loss_scaling and has_stepped:
+        warn_caller(f"save between step() and update() of a {type(scaler).__name__}: a resumed run lacks that update; save after update()")
 
 
 def describe_grad_scaler(scaler: Any) -> dict[str, JsonValue]:

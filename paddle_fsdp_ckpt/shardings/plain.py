@@ -48,6 +48,7 @@ class Plain(Sharding):
         """Set Paddle's own."""
         if present and not parameter.parameter.stop_gradient:
             parameter.parameter.grad = paddle.zeros_like(parameter.parameter)
+            parameter.parameter.clear_gradient(True)  # so that the next backward replaces it, as after clear_grad(): 0 + -0 is 0
         else:
             parameter.parameter.clear_gradient(False)
 

@@ -113,11 +113,16 @@ class ReadProblems:
 
     def _way_out(self) -> str:
         options = []
-        if self.missing:
+        masters = [key for key in self.missing if key.endswith(_OF_MASTER)]
+        if len(masters) < len(self.missing):
             options.append("allow_missing=[patterns of keys that keep their values]")
         if self.unexpected:
-            options.append("allow_unexpected=[patterns of keys to leave out]")
-        if any(CASTABLE in problem.text for problem in self.wrong_dtype):
+            only_masters = all(key.endswith(_OF_MASTER) for key in self.unexpected)
+            what = f"'*{_OF_MASTER}'], or give the optimizer master weights by multi_precision=True" if only_masters else None
+            options.append(f"allow_unexpected=[{what or 'patterns of keys to leave out]'}")
+        if masters:
+            options.append(f"cast=True, which takes missing master weights ({_OF_MASTER}) from the parameters")
+        elif any(CASTABLE in problem.text for problem in self.wrong_dtype):
             options.append("cast=True")
         if self.tied:
             options.append("copy_tied=True")
@@ -129,6 +134,9 @@ class ReadProblems:
             )
         return f'load it into the model and optimizer that it was saved from{either}; or only some of it, as parts={{"model"}} does'
 
+
+_OF_MASTER = ".w_0"
+"""What ends the key of a master weight."""
 
 CASTABLE = "(cast=True converts it)"
 """What ends the text of a ``wrong_dtype`` that a conversion would solve."""

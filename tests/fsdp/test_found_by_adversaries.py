@@ -116,12 +116,45 @@ def _refused(kind: str) -> None:
         with paddle.no_grad():
             model[0].same = model[0].weight.reshape([-1])
         ckpt.fully_shard(model, optimizer=None)
-    elif kind == "gradients from before":
-        loss_of(model).backward()
+    elif kind.endswith("gradients from before"):
+        if kind.startswith("sparse"):
+            model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
+            model(paddle.to_tensor([1])).sum().backward()
+        else:
+            if kind.startswith("bfloat16"):
+                model.to(dtype="bfloat16")
+            paddle.add_n([parameter.astype("float32").sum() for parameter in model.parameters()]).backward()
         ckpt.fully_shard(model, optimizer=sgd(model))
     elif kind == "static":
         ckpt.fully_shard(model, optimizer=sgd(model))
         loss_of(paddle.jit.to_static(model, full_graph=False))
+
+
+def zeros_from_before_in_16_bits() -> None:
+    for dtype in ("bfloat16", "float16"):
+        model = net()
+        model.to(dtype=dtype)
+        paddle.add_n([parameter.astype("float32").sum() for parameter in model.parameters()]).backward()
+        for parameter in model.parameters():
+            parameter.clear_gradient()
+            assert parameter.grad.dtype == parameter.dtype
+        ckpt.fully_shard(model, optimizer=None)
+        assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+
+
+def clips_beside_running_statistics() -> None:
+    """All ranks have the same rows, so that a rank's statistics are the whole batch's. Paddle keeps them among the parameters."""
+    norms = []
+    for clip in (nn.utils.clip_grad_norm_, ckpt.clip_grad_norm_):
+        paddle.seed(3)
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1D(7), nn.Tanh(), nn.Linear(7, 2))
+        assert len(model.parameters()) == 8
+        if clip is ckpt.clip_grad_norm_:
+            ckpt.fully_shard(model, optimizer=None)
+        loss_of(model).backward()
+        given = [model.parameters()] if clip is nn.utils.clip_grad_norm_ else [model, model.parameters()]
+        norms += [clip(one, 1e9).item() for one in given]
+    np.testing.assert_allclose(norms[1:], norms[0], rtol=1e-5)
 
 
 REFUSED = {
@@ -136,6 +169,8 @@ REFUSED = {
     "a view as a buffer": "share memory",
     "a view as an attribute": "share memory",
     "gradients from before": "parameters have gradients",
+    "bfloat16 gradients from before": "parameters have gradients",
+    "sparse gradients from before": "parameters have gradients, which would be lost: 0.weight",
     "static": "to_static",
 }
 
@@ -232,6 +267,16 @@ def test_clipping_leaves_the_clipped_gradient(ranks: Ranks, world_size: int) -> 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_zero_gradients_from_before_sharding_count(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(zeros_from_before_are_gradients)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_gradients_of_16_bits_are_none_that_would_be_lost(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size).run(zeros_from_before_in_16_bits)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_with_running_statistics_is_clipped_as_a_whole(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size).run(clips_beside_running_statistics)
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))

@@ -134,8 +134,30 @@ def frees_the_shards() -> list[int]:
     return [cut, whole, held() - start]
 
 
+def precision_set_meanwhile() -> None:
+    """``amp.decorate`` of an optimizer alone sets this: master weights appear, or go; the other states stay."""
+    for masters in (False, True):
+        model = nn.Linear(6, 5)
+        model.to(dtype="bfloat16")
+        optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters(), multi_precision=masters)
+        ckpt.fully_shard(model, optimizer=optimizer)
+        ckpt.init_optimizer_state(optimizer)
+        optimizer._multi_precision = not masters
+        ckpt.unshard(model)
+        assert set(optimizer._master_weights) == (set() if masters else {parameter.name for parameter in model.parameters()})
+        for parameter in [] if masters else model.parameters():
+            master = optimizer._master_weights[parameter.name]
+            np.testing.assert_array_equal(master.numpy(), parameter.astype("float32").numpy())
+            assert master.name in optimizer._accumulators["moment1"]
+
+
 Case = Callable[[], None]
-CASES: dict[str, Case] = {"nothing behind": leaves_nothing_behind, "again": shards_again, "refusals": refusals}
+CASES: dict[str, Case] = {
+    "nothing behind": leaves_nothing_behind,
+    "again": shards_again,
+    "precision set meanwhile": precision_set_meanwhile,
+    "refusals": refusals,
+}
 
 
 def run_case(name: str) -> int:

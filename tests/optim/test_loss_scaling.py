@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -403,3 +405,34 @@ def test_what_is_no_scaler_is_refused() -> None:
     for call in (bind_grad_scaler, describe_grad_scaler, lambda one: restore_grad_scaler(one, {"enabled": False})):
         with pytest.raises(errors.ShardingError, match="SimpleNamespace is not a paddle.amp.GradScaler; give the scaler that it wraps"):
             call(wrapped)
+
+
+def save_around_update(path: str) -> list[list[str]]:
+    """What a save warns of before the first step, between step and update, and after that."""
+    said = []
+    with as_on_gpu(), ckpt.CheckpointManager(path) as checkpoints:
+        model = Net()
+        optimizer, scaler = OPTIMIZERS["sgd"](model), make_scaler()
+        ckpt.fully_shard(model, optimizer=optimizer)
+        bind_grad_scaler(scaler)
+
+        def save(step: int) -> None:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                checkpoints.save(step, model=model, optimizer=optimizer, grad_scaler=scaler)
+            said.append([str(one.message) for one in found])
+
+        save(0)
+        scaler.scale(model(paddle.ones([2, 3]), "bias", 0.0)).backward()
+        scaler.step(optimizer)
+        optimizer.clear_grad()
+        save(1)
+        scaler.update()
+        save(2)
+    return said
+
+
+def test_a_save_before_the_update_of_the_scale_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
+    ((before, (between,), after),) = ranks(1).run(save_around_update, str(tmp_path / "root"))
+    assert (before, after) == ([], [])
+    assert "save between step() and update() of a GradScaler" in between

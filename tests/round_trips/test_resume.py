@@ -16,6 +16,7 @@ from checkpoint_cases import (
     whole,
 )
 from harness import RankPool, assert_equal_states
+from zero_cases import steps_around_a_load
 
 Ranks = Callable[[int], RankPool]
 STEPS, MORE = 3, 3
@@ -97,3 +98,10 @@ def test_the_report_tells_what_was_loaded(saves: Saves, ranks: Ranks) -> None:
         assert sorted(loaded.report.without_state) == ["unused.bias", "unused.weight"]
         assert not any(key.startswith("unused.weight.") for key in loaded.state)
         assert loaded.report.not_asked_for == []
+
+
+@pytest.mark.parametrize(("world_size", "sharded"), [(1, False), (1, True), (2, True)])
+def test_zeros_keep_their_sign(world_size: int, sharded: bool, tmp_path: Path, ranks: Ranks) -> None:
+    for first, went_on, resumed in ranks(world_size).run(steps_around_a_load, str(tmp_path / "zeros"), sharded):
+        assert first == went_on == resumed
+        assert world_size > 1 or first[0] == np.full(4, -0.0, "float32").tobytes()
