@@ -31,6 +31,7 @@ from .retention import Retention, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
+from .taken_names import lost_steps, say_what_is_taken
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
 from .votes import Schedule
 from .writer_lock import WriterLock, heal_root
@@ -128,11 +129,12 @@ class CheckpointManager:
                 with suppress(OSError):
                     self._lock.hold(timeout_seconds)
             heal_root(self._lock, self._where)
-            return read_root(self._where, metrics=need_metrics(self._policies)).to_json()
+            found = read_root(self._where, metrics=need_metrics(self._policies))
+            return [found.to_json(), lost_steps(self._where, found)]
 
         with ExitStack() as undo:
-            held = Root.from_json(self._meetings.meet("begin", begin, look))
-            self._steps = RunSteps(self._where, held, overwrite=overwrite)
+            held, lost = self._meetings.meet("begin", begin, look)
+            self._steps = RunSteps(self._where, Root.from_json(held), lost, overwrite=overwrite)
             undo.pop_all()
         self._on_event = on_event
         self._async, self._when_busy = async_save, when_busy
@@ -252,6 +254,7 @@ class CheckpointManager:
             self._policies,
             self._steps.root.steps,
             frozenset(self._steps.foreign),
+            step_name(step) in self._steps.root.skipped,
             self._on_event,
             started,
         )
@@ -336,11 +339,19 @@ class CheckpointManager:
             self._where, self._steps.root, self._meetings.rendezvous, self._meetings.next_token("restore"), self._meetings.timeout_seconds
         )
         report = restoring.restore(
-            self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
+            self._steps.to_restore(),
+            step,
+            fall_back,
+            state,
+            random_state=random_state,
+            model=model,
+            optimizer=optimizer,
+            options=load_options,
         )
         if report is None:
             if self._meetings.rendezvous.rank == COORDINATOR:
                 _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
+                self._warn_of_taken_names(None)
             return None
         self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)
         self.restored = report
@@ -358,6 +369,7 @@ class CheckpointManager:
             tell(event, self._where, self._on_event)
             for later, why in report.fell_back_from.items():
                 _LOG.warning("restored step %d, since %s is damaged: %s", report.step, step_name(later), why)
+            self._warn_of_taken_names(report.step)
             if text := self._steps.later():
                 warn_caller(text)
             for difference in [*report.load.differences, *report.differences]:
@@ -413,6 +425,10 @@ class CheckpointManager:
         """
         self._schedule.close()
         self._lock.release()
+
+    def _warn_of_taken_names(self, restored: int | None) -> None:
+        for text in say_what_is_taken(self._where, self._steps.root, restored, self._steps.foreign):
+            _LOG.warning("%s", text)
 
     def _hold_lock(self) -> None:
         """Be, from now on, the only one that writes to the root; on rank 0."""

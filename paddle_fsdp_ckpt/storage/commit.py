@@ -146,11 +146,14 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not is_there(target):
         return
     if not target.is_dir():
-        raise TargetExistsError(f"'{target}' is there and is no directory; choose another path")
+        raise TargetExistsError(f"'{target}' is there and is no directory; rename or remove it, or choose another path")
     if not any(target.iterdir()):
         return
     if not is_there(target / MANIFEST_NAME):
-        raise TargetExistsError(f"'{target}' is not empty, and no checkpoint of this package, so it is never replaced; choose another path")
+        raise TargetExistsError(
+            f"'{target}' is not empty, and no checkpoint of this package, so it is never replaced; rename or remove it, or choose another "
+            "path"
+        )
     if not overwrite:
         raise TargetExistsError(f"'{target}' holds a checkpoint already; choose another path, or pass overwrite=True to replace it")
 

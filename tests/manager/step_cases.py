@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import paddle.distributed as dist
 import pytest
 from harness import this_rank
-from manager_runs import build, refuse
+from manager_runs import build, logged, refuse
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
@@ -56,6 +57,16 @@ def fall_back_and_go_on(root: str, later: int) -> tuple[int | None, list[int]]:
         step = checkpoints.restore(model=model, optimizer=optimizer, fall_back=True)
         checkpoints.save(later, model=model, optimizer=optimizer)
         return step, checkpoints.all_steps()
+
+
+def restore_and_save(root: str, later: int, **options: Any) -> tuple[int | None, list[int], list[str]]:
+    """Restore, and save a later step; return what was restored, what is there then, and what was warned of."""
+    model, optimizer = build(seed=5)
+    with logged(logging.WARNING) as lines, CheckpointManager(root, **options) as checkpoints:
+        step = checkpoints.restore(model=model, optimizer=optimizer)
+        checkpoints.save(later, model=model, optimizer=optimizer)
+        checkpoints.wait()
+        return step, checkpoints.all_steps(), lines
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def test_restore_skips_what_is_no_step_and_says_so(world_size: int, root: Path, 
         assert step == 3
         assert report[0] == {
             ".step_00000009.staging-0123456789abcdef": "what a save that was killed, or is not finished, wrote",
-            "step_00000007": "it has no manifest.json, so no save of this package finished it",
+            "step_00000007": "it has no manifest.json: what is copied or removed in part has none, nor what this package did not save",
             "step_8": "not made by this manager",
             "notes.txt": "not made by this manager",
         }
@@ -147,6 +147,53 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(damage: str
         assert (step, later) == (2, [1, 2, 3])
     assert not (root / "step_00000005").exists()
     assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_what_is_no_step_is_in_the_way_of_none(kind: str, root: Path, ranks: Ranks) -> None:
+    """It gets another name, with all that is in it, and a run hears of it before it trains."""
+    path = root / "step_00000004"
+    if kind == "directory":
+        shutil.copytree(root / "step_00000003", path)
+        (path / "manifest.json").unlink()
+    elif kind == "file":
+        path.write_text("mine")
+    else:
+        path.symlink_to("step_00000003")
+    (root / "step_00000005").mkdir()
+    before = contents(path)
+    for async_save in (False, True):
+        first, second = on(ranks(2), step_cases.restore_and_save, str(root), 4 + async_save, async_save=async_save)
+        assert (first[:2], second) == ((3 + async_save, [1, 2, 3, 4, 5][: 4 + async_save]), (*first[:2], []))
+        if not async_save:
+            told, empty, renamed = first[2]
+            (aside,) = root.glob("step_00000004.aside-*")
+            assert f"has a step_00000004, later than the restored step_00000003, that was skipped: {told.split('skipped: ')[1]}" in told
+            assert f"mv '{path}' ELSEWHERE" in told and "step_00000005" in empty
+            assert renamed.startswith(f"'{path}' was in the way of the save of step 4, and was renamed to '{aside.name}': ")
+            assert contents(aside) == before and aside.is_symlink() == (kind == "link")
+    assert sorted(path.name for path in root.glob("step_*")) == sorted([aside.name, *(f"step_0000000{n}" for n in range(1, 6))])
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return what the files of a directory hold, or a file."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("later", [3, 4])
+def test_a_saved_step_of_which_nothing_can_be_read_is_a_damaged_one(later: int, root: Path, ranks: Ranks) -> None:
+    """Its history says that it was saved; half a line of that disturbs nobody, and what was removed may be missing."""
+    (root / "step_00000003" / "manifest.json").unlink()
+    with open(root / "history.jsonl", "a") as file:
+        file.write('{"kind": "save", "step": 9, "removed": [1]}\n{"kind": "save", "st')
+    for kind, text, unchanged in on(ranks(2), manager_runs.refuse, str(root), "restore"):
+        assert (kind, unchanged) == ("IncompleteCheckpointError", True)
+        assert "step_00000003 is damaged, and the step before it is step_00000002: restore(fall_back=True) takes that." in text
+    right = (2, [1, 2, later])
+    assert on(ranks(2), step_cases.fall_back_and_go_on, str(root), later) == [right] * 2
+    assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in right[1])]
+    assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [later] * 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.ENOMEM])
