@@ -27,7 +27,7 @@ from .background import HostBuffer, Worker
 from .history import CheckpointEvent, tell
 from .meetings import Meetings
 from .restoring import RestoreReport, Restoring
-from .retention import Retention, need_metrics
+from .retention import Retention, best_step, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
@@ -155,6 +155,31 @@ class CheckpointManager:
         """Return the committed steps of this run in ascending order; as :meth:`latest_step`."""
         return self._steps.own()
 
+    def best_step(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
+        """Return the step with the best value of a metric, of equal ones the newest; None where no step has a number there.
+
+        All ranks must call it. It waits for a save in the background, and reads the metrics of all steps of this run.
+
+        Args:
+            metric: its name in ``metrics`` of the saves.
+            mode: ``"min"`` where less is better, ``"max"`` where more is.
+
+        Raises:
+            CheckpointError: there are steps, and none was saved with such a metric; or that of some step, which may be the best, can't
+                be read.
+            RankFailedError: another rank raised, or asked for something else.
+        """
+        self._check_open()
+        self.wait()
+        own = self.all_steps()
+
+        def look(ranks: list[JsonValue]) -> JsonValue:
+            check_same("best_step", "metric and mode", ranks, "nothing was read", shown=True)
+            return best_step(metric, mode, [one for one in read_root(self._where, metrics=True).steps if one.step in own])
+
+        number: int | None = self._meetings.meet("best", lambda: [metric, mode], look)
+        return number
+
     def should_save(self, step: int) -> bool:
         """Tell whether it is time to save ``step``, alike on all ranks; false where it is saved. All ranks must call it at each step.
 
@@ -193,7 +218,7 @@ class CheckpointManager:
             rank_state: such a value of this rank's own.
             sharded: this rank's parts of tensors of the user's own by name, e.g. of an average of the weights, as ``sharded_state_dict``
                 describes parts. A rank may lack what it holds nothing of.
-            metrics: numbers by which :class:`~.retention.KeepBest` compares steps.
+            metrics: numbers by which :class:`~.retention.KeepBest` and :meth:`best_step` compare steps.
             trainable_only: as for ``save``.
 
         Raises:

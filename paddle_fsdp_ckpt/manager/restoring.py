@@ -45,6 +45,7 @@ class RestoreReport:
         fell_back_from: step -> what is wrong with it, of later steps that are damaged.
         differences: in words, what of schedulers, scaler and random number generators was saved otherwise, or not saved, and was left.
         not_asked_for: what was saved and not given to the restore: ``"lr_scheduler"``, ``"grad_scaler"``, ``"sharded"``.
+        metrics: as they were given to the save.
     """
 
     step: int
@@ -55,11 +56,13 @@ class RestoreReport:
     fell_back_from: dict[int, str] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     not_asked_for: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"restored step {self.step}", *str(self.load).split("\n- ")]
         lines += [f"skipped '{name}': {reason}" for name, reason in self.skipped.items()]
         lines += [f"fell back from {step_name(step)}: {reason}" for step, reason in self.fell_back_from.items()]
+        lines += [f"metrics: {listing(f'{name} {value:g}' for name, value in self.metrics.items())}"] * bool(self.metrics)
         lines += self.differences
         lines += [f"saved and not restored: {listing(self.not_asked_for)}"] * bool(self.not_asked_for)
         return "\n- ".join(lines)
@@ -133,6 +136,7 @@ class Restoring:
                 fell_back_from,
                 differences,
                 saved.not_asked_for,
+                saved.metrics,
             )
         return None
 

@@ -205,14 +205,19 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     try:
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
-        values = _metrics_of(encoded.get(METRICS_KEY, b"{}"))
+        values = metrics_of(encoded.get(METRICS_KEY, b"{}"))
     except (CheckpointError, OSError, ValueError) as error:
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
         return SavedStep(number, is_known=isinstance(error, ValueError))
     return SavedStep(number, datetime.fromisoformat(manifest.created), values)
 
 
-def _metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
+def metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
+    """Return the metrics that a step holds under its key.
+
+    Raises:
+        ValueError: they are none.
+    """
     values = parse_json(bytes(encoded).decode(), allow_nan=True)
     if not isinstance(values, dict) or not all(type(value) is float for value in values.values()):
         raise ValueError("these are no metrics")

@@ -29,6 +29,7 @@ from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, rank_key, read_byte
 from .extra_state import decode_extra_state, encode_extra_state
 from .random_state import capture_random_state, random_state_for, restore_random_state
 from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
+from .steps import metrics_of
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class SavedState:
         reads: of the sharded tensors; None where none were given.
         sharded: their keys in the checkpoint; empty where none were given.
         not_asked_for: in words, what is in the checkpoint and was not given to be restored.
+        metrics: the step's.
     """
 
     manifest: Manifest
@@ -143,6 +145,7 @@ class SavedState:
     reads: ReadPlan | None
     sharded: list[str]
     not_asked_for: list[str]
+    metrics: dict[str, float]
 
     def digest(self) -> str:
         """Return a digest of what must be the same on all ranks."""
@@ -174,7 +177,7 @@ def read_trainer_state(
         CheckpointError: as :func:`~.loading.load`.
     """
     manifest = read_manifest(path)
-    encoded = read_bytes(path, manifest, COORDINATOR, [COMMON_KEY])
+    encoded = read_bytes(path, manifest, COORDINATOR, [COMMON_KEY, METRICS_KEY])
     own: dict[int, dict[str, Any]] = {}
     if COMMON_KEY in encoded:
         common = _decoded(path, COMMON_KEY, encoded[COMMON_KEY], {"extra_state", "lr_schedulers", "grad_scaler"})
@@ -203,7 +206,15 @@ def read_trainer_state(
         reads,
         sharded,
         not_asked_for,
+        _metrics(path, encoded),
     )
+
+
+def _metrics(path: Path, encoded: Mapping[str, bytes | bytearray]) -> dict[str, float]:
+    try:
+        return metrics_of(encoded.get(METRICS_KEY, b"{}"))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"'{path}', '{METRICS_KEY}' is not what a save writes ({error}); load another checkpoint") from error
 
 
 def _random_state(rank: int, world_size: int, manifest: Manifest, own: dict[int, dict[str, Any]]) -> dict[str, JsonValue] | None:

@@ -114,6 +114,30 @@ def keep_best(root: str) -> tuple[str, list[int]]:
         return text, checkpoints.all_steps()
 
 
+def find_the_best(root: str, losses: list[float]) -> tuple[list[int | None], dict[str, float], str, list[str]]:
+    """Save steps with losses, the last in the background, and say which are best; restore one; ask for none, and for what can't be read."""
+    model, optimizer = build()
+    found, refused = [], []
+    with CheckpointManager(root, async_save=True) as checkpoints:
+        found.append(checkpoints.best_step("loss", mode="min"))
+        for step, loss in enumerate(losses, start=1):
+            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": loss})
+        found += [checkpoints.best_step("loss", mode=mode) for mode in ("min", "max")]
+        found.append(checkpoints.restore(model=model, optimizer=optimizer, step=found[1]))
+        report = checkpoints.restored
+        assert report is not None
+        for metric in ("accuracy", "loss"):
+            dist.barrier()
+            if metric == "loss" and this_rank().rank == 0:
+                (Path(root) / "step_00000002" / "0_0.safetensors").unlink()
+            dist.barrier()
+            try:
+                checkpoints.best_step(metric, mode="min")
+            except ckpt.CheckpointError as error:
+                refused.append(str(error))
+    return found, report.metrics, str(report), refused
+
+
 def fail_to_remove(root: str) -> tuple[list[int], list[int]]:
     """A step that can't be removed is there after the save, and gone after the next."""
     from paddle_fsdp_ckpt.manager import save_job as module

@@ -290,6 +290,15 @@ def test_the_best_can_not_be_kept_without_its_metric(tmp_path: Path, ranks: Rank
         assert steps == [3, 5]
 
 
+def test_the_best_step_is_found_and_what_cannot_be_read_may_be_it(tmp_path: Path, ranks: Ranks) -> None:
+    losses = [0.75, 0.5, float("nan"), 0.5, 2.0]
+    for found, metrics, report, (missing, unreadable) in on(ranks(2), step_cases.find_the_best, str(tmp_path / "root"), losses):
+        assert found == [None, 4, 1 + int(np.nanargmax(losses)), 4]
+        assert metrics == {"loss": 0.5} and "- metrics: loss 0.5" in report
+        assert "no step was saved with metrics={'accuracy': ...}; they were with loss" in missing
+        assert "the metrics of step_00000002 can't be read, and one of them may be the best" in unreadable
+
+
 def test_settings_that_changed_on_resume_are_warned_of(tmp_path: Path, ranks: Ranks) -> None:
     first, *others = on(ranks(2), trainer_state_cases.resume_otherwise, str(tmp_path / "root"))
     assert others == [[]]
