@@ -31,7 +31,7 @@ from .retention import Retention, best_step, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
-from .taken_names import lost_steps, say_what_is_taken
+from .taken_names import lost_steps, say_what_else_is_there, say_what_is_taken
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
 from .votes import Schedule
 from .writer_lock import WriterLock, heal_root
@@ -183,7 +183,8 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Tell whether it is time to save ``step``, alike on all ranks; false where it is saved. All ranks must call it at each step.
 
-        With minutes or signals, ranks wait for each other here; without, no rank hears of another.
+        With minutes or signals, ranks wait for each other here; without, no rank hears of another. A manager that was told neither
+        these nor ``save_every_steps`` always says no, of which the first call warns.
 
         Raises:
             RankFailedError: some rank did not call it in time.
@@ -375,7 +376,10 @@ class CheckpointManager:
         )
         if report is None:
             if self._meetings.rendezvous.rank == COORDINATOR:
-                _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
+                if text := say_what_else_is_there(self._where, self._steps.root):
+                    _LOG.warning("%s", text)
+                else:
+                    _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
                 self._warn_of_taken_names(None)
             return None
         self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)

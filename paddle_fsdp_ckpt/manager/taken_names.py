@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ..errors import counted, listing
+from ..storage.format import MANIFEST_NAME, PADDLE_METADATA_NAME
 from .history import steps_in_history
 from .steps import Root, hide_step, is_own_directory, step_name, why_no_step
 
@@ -38,6 +40,18 @@ def say_what_is_taken(where: Path, root: Root, restored: int | None, foreign: Co
                 f"'{where}' has a {name}{later} that was skipped: {root.skipped[name]}. If it is to be a step, end this run, and make it "
                 f"whole; else move it away: mv '{where / name}' ELSEWHERE. A save of step {step} renames it, and removes nothing of it"
             )
+
+
+def say_what_else_is_there(where: Path, root: Root) -> str | None:
+    """Return what a run that finds no step must be told of the checkpoints, as far as their names say, that lie where it looked."""
+    visible = [name for name in root.skipped if not name.startswith(".")]
+    others = [name for name in visible if any(os.path.lexists(where / name / file) for file in (MANIFEST_NAME, PADDLE_METADATA_NAME))]
+    if not others:
+        return None
+    return (
+        f"'{where}' holds no steps to restore, and the run begins anew; it holds {counted(len(others), 'checkpoint')} that no "
+        f"CheckpointManager made: {listing(others)}. To go on from one, load('{where / others[-1]}', model=..., optimizer=...) first"
+    )
 
 
 def make_way(where: Path, step: int, *, may_go: bool) -> None:

@@ -181,6 +181,18 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
 
+def test_a_root_of_other_checkpoints_says_so(root: Path, ranks: Ranks) -> None:
+    for step in (1, 2, 3):
+        (root / f"step_0000000{step}").rename(root / f"step_{step}")
+    (root / "step_1" / "manifest.json").unlink()  # stock Paddle's are checkpoints too
+    (root / "logs").mkdir()
+    first, second = on(ranks(2), step_cases.restore_and_save, str(root), 4)
+    (text,) = first[2]
+    assert (first[:2], second) == ((None, [4]), (None, [4], []))
+    assert "holds 3 checkpoints that no CheckpointManager made: step_1, step_2, step_3. To go on from one, load(" in text
+    assert f"load('{root / 'step_3'}', model=..., optimizer=...)" in text
+
+
 @pytest.mark.parametrize("later", [3, 4])
 def test_a_saved_step_of_which_nothing_can_be_read_is_a_damaged_one(later: int, root: Path, ranks: Ranks) -> None:
     """Its history says that it was saved; half a line of that disturbs nobody, and what was removed may be missing."""
