@@ -22,7 +22,7 @@ from ..storage.format import MANIFEST_NAME, JsonValue
 from ..storage.writer import FileImage
 from ..subjects import Models
 from ..warn import warn_caller
-from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_save, retention_of, whole_number
+from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
 from .history import CheckpointEvent, tell
 from .meetings import Meetings
@@ -32,7 +32,7 @@ from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
 from .taken_names import lost_steps, say_what_else_is_there, say_what_is_taken
-from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
+from .trainer_state import TrainerState, check_metrics, check_trainer_state, describe_common, is_json, keep_trainer_state
 from .votes import Schedule
 from .writer_lock import WriterLock, heal_root
 
@@ -234,6 +234,7 @@ class CheckpointManager:
             self._refuse_while_busy()
         self.wait()
         kept: list[Kept] = []
+        given: list[TrainerState] = []
         checked_metrics: dict[str, float] = {}
 
         def check() -> JsonValue:
@@ -241,6 +242,7 @@ class CheckpointManager:
             self._steps.check_next(number)
             check_group(model, optimizer, self._meetings.rendezvous.world_size)
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
+            given.append(state)
             numbers = check_metrics(metrics)
             check_can_be_compared(self._policies, numbers)
             own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._meetings.rendezvous.rank)
@@ -250,11 +252,14 @@ class CheckpointManager:
                 self._meetings.in_background()  # what goes wrong there, all ranks hear of here
             return [number, digest]
 
-        def decide(ranks: list[JsonValue]) -> None:
-            check_same_save(ranks)
+        def decide(ranks: list[JsonValue]) -> JsonValue:
+            if not is_same_save(ranks):
+                return False
             self._hold_lock()
+            return True
 
-        self._meetings.meet("check", check, decide)
+        if not self._meetings.meet("check", check, decide):
+            self._meetings.meet("differ", lambda: describe_common(given[0], extra_state, checked_metrics), check_same_values)
         step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._where / step_name(step),

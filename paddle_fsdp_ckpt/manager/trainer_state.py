@@ -11,6 +11,7 @@ from typing import Any
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.optimizer.lr import LRScheduler
 
+from ..differing_values import describe_values
 from ..errors import CheckpointError, CorruptCheckpointError, MismatchError, listing
 from ..fsdp import why_without_values
 from ..host_memory import destinations
@@ -74,13 +75,9 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
     """
     for scaler in state.grad_scalers.values():
         warn_of_pending_update(scaler)
+    schedulers, scalers = _described(state)
     common = encode_extra_state(
-        {
-            "extra_state": extra_state,
-            "lr_schedulers": write_named({name: describe_scheduler(one) for name, one in state.lr_schedulers.items()}),
-            "grad_scaler": write_scalers({name: describe_grad_scaler(one) for name, one in state.grad_scalers.items()}),
-        },
-        "",
+        {"extra_state": extra_state, "lr_schedulers": write_named(schedulers), "grad_scaler": write_scalers(scalers)}, ""
     )
     encoded_metrics = json.dumps(metrics).encode()
     own = encode_extra_state({"random": capture_random_state(), "rank_state": rank_state, "sharded": list(state.sharded)}, "")
@@ -91,6 +88,21 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
             data[METRICS_KEY] = encoded_metrics
     kept = Kept(data, {sharded_key(key): weight for key, weight in state.sharded.items()})
     return kept, digest_of(f"{common.hex()} {encoded_metrics.hex()}")
+
+
+def _described(state: TrainerState) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """Return what is saved of schedulers and of scalers, by name."""
+    return (
+        {name: describe_scheduler(one) for name, one in state.lr_schedulers.items()},
+        {name: describe_grad_scaler(one) for name, one in state.grad_scalers.items()},
+    )
+
+
+def describe_common(state: TrainerState, extra_state: Any, metrics: Mapping[str, float]) -> JsonValue:
+    """Return what says, of the values of which the digests of :func:`keep_trainer_state` differ, which ones do."""
+    schedulers, scalers = _described(state)
+    values = {"extra_state": extra_state, "lr_scheduler": schedulers, "grad_scaler": scalers, "metrics": dict(metrics)}
+    return describe_values(values, lambda value: encode_extra_state(value, ""))
 
 
 def is_json(value: Any) -> bool:
