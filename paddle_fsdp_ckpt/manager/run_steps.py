@@ -26,6 +26,7 @@ class RunSteps:
         self.lost = set(lost)
         self.foreign = {*root.numbers, *lost} if overwrite else set()
         self.last: int | None = None
+        self._later: list[int] = []
         self._may_save = overwrite or not (root.steps or lost)
 
     def own(self) -> list[int]:
@@ -40,13 +41,20 @@ class RunSteps:
         """Raise unless this run may save a step.
 
         Raises:
-            TargetExistsError: the root holds steps that it did not resume, or a later one, or the step itself.
+            TargetExistsError: the root holds steps that it did not resume, or later ones than the restored, or a later one, or the step
+                itself.
         """
         own = self.own()
         if not self._may_save:
             raise TargetExistsError(
                 f"'{self._where}' holds {names_of(self.to_restore())} of an earlier run; nothing was saved. Go on with restore(), choose "
                 "another root, or begin anew with CheckpointManager(root, overwrite=True), which removes them"
+            )
+        if self._later:
+            raise TargetExistsError(
+                f"this run went back to {step_name(self.last or 0)}, and '{self._where}' holds {names_of(self._later)} of the one before; "
+                "nothing was saved, since two histories would mix. Steps are saved in ascending order; a run that goes back says "
+                "restore(step=..., discard_later=True), and its first save removes them; or it saves to another root"
             )
         if own and step <= own[-1]:
             raise TargetExistsError(
@@ -70,18 +78,17 @@ class RunSteps:
     def restored(self, step: int, *, discard_later: bool, damaged: Collection[int]) -> None:
         """Take note that the run goes on from a step: later ones are foreign if they are discarded, else those that are damaged."""
         self.foreign |= {one for one in self.to_restore() if one > step} if discard_later else set(damaged)
+        self._later = [one for one in self.own() if one > step]
         self._may_save = True
         self.last = step
 
     def later(self) -> str | None:
         """Return what a run that went back must be told before it trains: later steps than the restored one keep it from saving."""
-        later = [step for step in self.own() if self.last is not None and step > self.last]
-        if not later:
+        if not self._later:
             return None
         return (
-            f"restore: '{self._where}' holds {names_of(later)}, later than the restored {step_name(self.last or 0)}: this run can't save "
-            f"any step up to {max(later)} there. To go on from here, restore(step=..., discard_later=True) lets its first save remove "
-            "them; or save to another root"
+            f"restore: '{self._where}' holds {names_of(self._later)}, later than the restored {step_name(self.last or 0)}: this run can't "
+            "save there. To go on from here, restore(step=..., discard_later=True) lets its first save remove them; or save to another root"
         )
 
     def saved(self, step: int, root: Root) -> None:

@@ -270,8 +270,11 @@ def test_steps_ascend(root: Path, ranks: Ranks) -> None:
 
 
 def test_going_back_discards_nothing_unasked(root: Path, ranks: Ranks) -> None:
-    for error in errors_on(ranks(2), step_cases.go_back, str(root), 1, 2, discard_later=False):
-        assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
+    for next_step in (2, 9):
+        for error in errors_on(ranks(2), step_cases.go_back, str(root), 1, next_step, discard_later=False):
+            assert "went back to step_00000001" in error.message and "holds step_00000002, step_00000003 of the one before" in error.message
+            assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
+    assert sorted(path.name for path in root.glob("step_*")) == ["step_00000001", "step_00000002", "step_00000003"]
     told, quiet = on(ranks(2), step_cases.warned_of_going_back, str(root))
     assert quiet == [[], [], []]
     assert told[1:] == [[], []]
