@@ -311,7 +311,7 @@ class CheckpointManager:
             blocked_seconds=blocked_seconds,
             is_awaited=lambda: self._worker.is_awaited,
         )
-        self._worker.start(lambda: self._done.append((job.step, job.run())))
+        self._worker.start(lambda: self._done.append((job.step, job.run())), f"the save of step {job.step}")
         if failure is not None and not isinstance(failure, Exception):
             raise failure
 
