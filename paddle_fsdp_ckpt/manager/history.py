@@ -68,7 +68,8 @@ def steps_in_history(root: Path) -> set[int]:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 event = json.loads(line)
                 if event["kind"] == "save":
-                    steps = (steps | {event["step"]}) - {*event["removed"]}
+                    steps.add(event["step"])
+                    steps.difference_update(event["removed"])
     return steps
 
 

@@ -207,7 +207,8 @@ class CheckpointManager:
     ) -> None:
         """Save a step, as a whole or not at all, and then remove those that no policy keeps. All ranks must call it.
 
-        The states of random number generators are saved too, see :mod:`~paddle_fsdp_ckpt.manager.random_state`.
+        The states of random number generators are saved too, see :mod:`~paddle_fsdp_ckpt.manager.random_state`. What had the step's name
+        when the manager last looked, and is no step, gets another one, of which a warning is logged.
 
         Args:
             step: how many steps were taken; later than all steps that the root holds.
@@ -223,7 +224,8 @@ class CheckpointManager:
             trainable_only: as for ``save``.
 
         Raises:
-            TargetExistsError: the root holds steps that this run did not resume, or a later one, or the step itself.
+            TargetExistsError: the root holds steps that this run did not resume, or later ones than it went back to, or a later one than
+                this, or the step itself.
             CheckpointError: something can't be saved, or another process writes to the root; nothing was. Or an earlier save in the
                 background failed.
             RankFailedError: another rank failed.
@@ -342,7 +344,7 @@ class CheckpointManager:
             sharded: the tensors to read into.
             step: another step than the newest.
             fall_back: where the newest one is damaged, take the one before it, and so on. Those that are damaged are removed once
-                the run has saved a step.
+                the run has saved a step. One that was saved, as ``history.jsonl`` says, and has no manifest is damaged.
             discard_later: with ``step``: that later steps may be removed once the run has saved one. Without, such a run
                 can't save here, of which restore warns.
             random_state: whether to restore the random number generators.

@@ -179,7 +179,7 @@ def why_no_step(path: Path) -> str | None:
     if not is_own_directory(path):
         return "not made by this manager: it is no directory of its own"
     if not _may_be_there(path / MANIFEST_NAME):
-        return f"it has no {MANIFEST_NAME}: what is copied or removed in part has none, nor what this package did not save"
+        return f"it has no {MANIFEST_NAME}, as what was copied or removed in part, or what this package did not save"
     return None
 
 

@@ -99,7 +99,7 @@ def test_restore_skips_what_is_no_step_and_says_so(world_size: int, root: Path, 
         assert step == 3
         assert report[0] == {
             ".step_00000009.staging-0123456789abcdef": "what a save that was killed, or is not finished, wrote",
-            "step_00000007": "it has no manifest.json: what is copied or removed in part has none, nor what this package did not save",
+            "step_00000007": "it has no manifest.json, as what was copied or removed in part, or what this package did not save",
             "step_8": "not made by this manager",
             "notes.txt": "not made by this manager",
         }
@@ -186,6 +186,8 @@ def test_a_root_of_other_checkpoints_says_so(root: Path, ranks: Ranks) -> None:
         (root / f"step_0000000{step}").rename(root / f"step_{step}")
     (root / "step_1" / "manifest.json").unlink()  # stock Paddle's are checkpoints too
     (root / "logs").mkdir()
+    (root / ".other").mkdir()
+    (root / ".other" / "manifest.json").touch()
     first, second = on(ranks(2), step_cases.restore_and_save, str(root), 4)
     (text,) = first[2]
     assert (first[:2], second) == ((None, [4]), (None, [4], []))
@@ -197,12 +199,15 @@ def test_a_root_of_other_checkpoints_says_so(root: Path, ranks: Ranks) -> None:
 def test_a_saved_step_of_which_nothing_can_be_read_is_a_damaged_one(later: int, root: Path, ranks: Ranks) -> None:
     """Its history says that it was saved; half a line of that disturbs nobody, and what was removed may be missing."""
     (root / "step_00000003" / "manifest.json").unlink()
+    shutil.rmtree(root / "step_00000002")
+    (root / "step_00000002").mkdir()
     with open(root / "history.jsonl", "a") as file:
-        file.write('{"kind": "save", "step": 9, "removed": [1]}\n{"kind": "save", "st')
+        file.write('{"kind": "save", "step": 9, "removed": [7]}\n{"kind": "save", "st')
     for kind, text, unchanged in on(ranks(2), manager_runs.refuse, str(root), "restore"):
         assert (kind, unchanged) == ("IncompleteCheckpointError", True)
-        assert "step_00000003 is damaged, and the step before it is step_00000002: restore(fall_back=True) takes that." in text
-    right = (2, [1, 2, later])
+        assert "step_00000003 is damaged, and the step before it is step_00000001: restore(fall_back=True) takes that." in text
+        assert f"{root / 'step_00000003'}' was saved, as history.jsonl says, and is no step now: it has no manifest.json" in text
+    right = (1, [1, later])
     assert on(ranks(2), step_cases.fall_back_and_go_on, str(root), later) == [right] * 2
     assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in right[1])]
     assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [later] * 2
