@@ -21,17 +21,17 @@ from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import MANIFEST_NAME, JsonValue
 from ..storage.writer import FileImage
 from ..subjects import Models
-from ..warn import warn_caller
 from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
-from .history import CheckpointEvent, tell
+from .history import CheckpointEvent
 from .meetings import Meetings
+from .restore_telling import tell_begun_anew, tell_restored
 from .restoring import RestoreReport, Restoring
 from .retention import Retention, best_step, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
-from .taken_names import lost_steps, say_what_else_is_there, say_what_is_taken
+from .taken_names import lost_steps
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, describe_common, is_json, keep_trainer_state
 from .votes import Schedule
 from .writer_lock import WriterLock, heal_root
@@ -383,33 +383,12 @@ class CheckpointManager:
         )
         if report is None:
             if self._meetings.rendezvous.rank == COORDINATOR:
-                if text := say_what_else_is_there(self._where, self._steps.root):
-                    _LOG.warning("%s", text)
-                else:
-                    _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
-                self._warn_of_taken_names(None)
+                tell_begun_anew(self._steps, self._where)
             return None
         self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)
         self.restored = report
         if self._meetings.rendezvous.rank == COORDINATOR:
-            seconds = time.monotonic() - started
-            event = CheckpointEvent(
-                "restore",
-                report.step,
-                seconds,
-                seconds,
-                steps=self.all_steps(),
-                skipped=report.skipped,
-                fell_back_from=report.fell_back_from,
-            )
-            tell(event, self._where, self._on_event)
-            for later, why in report.fell_back_from.items():
-                _LOG.warning("restored step %d, since %s is damaged: %s", report.step, step_name(later), why)
-            self._warn_of_taken_names(report.step)
-            if text := self._steps.later():
-                warn_caller(text)
-            for difference in [*report.load.differences, *report.differences]:
-                _LOG.warning("restored step %d: %s", report.step, difference)
+            tell_restored(report, self._steps, self._where, time.monotonic() - started, self._on_event)
         return report.step
 
     def wait(self) -> None:
@@ -461,10 +440,6 @@ class CheckpointManager:
         """
         self._schedule.close()
         self._lock.release()
-
-    def _warn_of_taken_names(self, restored: int | None) -> None:
-        for text in say_what_is_taken(self._where, self._steps.root, restored, self._steps.foreign):
-            _LOG.warning("%s", text)
 
     def _hold_lock(self) -> None:
         """Be, from now on, the only one that writes to the root; on rank 0."""
