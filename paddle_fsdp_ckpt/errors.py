@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LISTED = 20
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 class CheckpointError(Exception):
@@ -69,3 +70,11 @@ def listing(items: Iterable[str]) -> str:
 def counted(number: int, one: str, several: str | None = None) -> str:
     """Return a number and what it counts: "1 key", "1,024 keys"; ``several`` is ``one`` with an ``s`` unless it is given."""
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in three digits or so, in powers of 1,000."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"

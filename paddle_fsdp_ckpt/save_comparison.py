@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from .differing_values import describe_values, raise_difference
 from .errors import RankFailedError, listing
 from .host_memory import bytes_of
 from .meeting import check_same, digest_of
@@ -50,12 +51,12 @@ def describe_own(
             "model and optimizers": subjects.digest(),
             "step": step,
             "overwrite": overwrite,
-            "extra_state": digest_of(json.dumps(extra_state, sort_keys=True)),
             "trainable_only": trainable_only,
             _PLAIN: _weights_digest(subjects),
             _WRITTEN: subjects.sharding.written,
         },
         "whole": {key: digest(bytes_of(weight.local_tensor)) for key, weight in sorted(sharded.items()) if is_whole(weight)},
+        "extra_state": digest_of(_encode(extra_state).hex()),
         "buffers": {name: zlib.crc32(bytes_of(buffer)) for name, buffer in subjects.buffers},
         "replica": _replica(subjects),
     }
@@ -67,7 +68,7 @@ def is_whole(weight: ShardedWeight) -> bool:
 
 
 def check_same_saving(ranks: Sequence[JsonValue]) -> None:
-    """Raise where ranks gave what must be the same and is not; warn where buffers differ.
+    """Raise where ranks gave what must be the same and is not, but for ``extra_state``; warn where buffers differ.
 
     Args:
         ranks: what :func:`describe_own` returned on each.
@@ -85,6 +86,31 @@ def check_same_saving(ranks: Sequence[JsonValue]) -> None:
         warn_caller(
             f"buffers differ between ranks, and rank {COORDINATOR}'s are saved: {listing(differing)}; a resumed run has these everywhere"
         )
+
+
+def has_same_extra_state(ranks: Sequence[JsonValue]) -> bool:
+    """Tell whether all ranks gave the same ``extra_state``, of what :func:`describe_own` returned on each."""
+    return len({one["extra_state"] for one in ranks}) == 1
+
+
+def describe_extra_state(extra_state: JsonValue) -> JsonValue:
+    """Return what :func:`raise_other_extra_state` compares."""
+    return describe_values({"extra_state": extra_state}, _encode)
+
+
+def raise_other_extra_state(ranks: Sequence[JsonValue]) -> None:
+    """Raise, and say what differs in what ranks gave as ``extra_state``.
+
+    Raises:
+        RankFailedError: naming the first value that does.
+    """
+    raise_difference(
+        "save", ranks, {"extra_state": "Give all ranks the same; a CheckpointManager keeps what is a rank's own, by rank_state="}
+    )
+
+
+def _encode(extra_state: JsonValue) -> bytes:
+    return json.dumps(extra_state, sort_keys=True).encode()
 
 
 def _replica(subjects: Subjects) -> JsonValue:

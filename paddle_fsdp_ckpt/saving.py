@@ -22,7 +22,7 @@ from .meeting import absolute_path, open_meeting
 from .optim import optimizer_list
 from .pieces import Piece
 from .progress import long_progress, watching_file
-from .save_comparison import check_same_saving, describe_own, is_whole
+from .save_comparison import check_same_saving, describe_extra_state, describe_own, has_same_extra_state, is_whole, raise_other_extra_state
 from .save_plan import KnownIndex, SaveMemory, SourcedPlan, StoredTensors, headers_of, memory_of, stored_tensors
 from .saved_run import describe_optimizer
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
@@ -262,15 +262,21 @@ def prepare_save(
             )
         return {"own": own, "base": base}
 
-    def judge(ranks: list[JsonValue]) -> None:
+    def judge(ranks: list[JsonValue]) -> JsonValue:
         if rendezvous.world_size > 1:
-            check_same_saving([one["own"] for one in ranks])
+            owns = [one["own"] for one in ranks]
+            check_same_saving(owns)
+            if not has_same_extra_state(owns):
+                return False
         if left_out:
             base = left_out[0].describe([one["base"] for one in ranks])
             prepared[0] = replace(prepared[0], manifest=replace(prepared[0].manifest, base=base))
+        return True
 
     with without_garbage_collection():
-        exchange(rendezvous, f"{token}/prepare", prepare, judge, timeout_seconds)
+        is_same = exchange(rendezvous, f"{token}/prepare", prepare, judge, timeout_seconds)
+    if not is_same:
+        exchange(rendezvous, f"{token}/differ", lambda: describe_extra_state(extra_state), raise_other_extra_state, timeout_seconds)
     if left_out:
         left_out[0].was_heard()
     return prepared[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..errors import MismatchError, counted
+from ..errors import MismatchError, counted, size_text
 from ..storage.comparison import have_same_values
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
@@ -18,7 +18,6 @@ from .new_directory import new_directory
 from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .tensors import TensorReader
-from .text import size_text
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, counted
+from ..errors import CheckpointError, counted, size_text
 from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.read_lock import while_reading
@@ -26,7 +26,6 @@ from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe
 from .safetensors_files import INDEX_NAME, write_files
 from .tensors import TensorReader
-from .text import size_text
 from .values import check_values
 
 DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9

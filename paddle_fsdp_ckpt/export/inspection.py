@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing
+from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing, size_text
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
@@ -21,7 +21,7 @@ from ..storage.stock import open_index
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
 from .roots import checkpoints_in
 from .statistics import Statistics, statistics_of
-from .text import Block, BlockReport, Table, size_text, value_text
+from .text import Block, BlockReport, Table, value_text
 
 _LONGEST = 1000
 _WIDTH = 110

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, counted
+from ..errors import CheckpointError, counted, size_text
 from ..layout import Range
 from ..storage.format import JsonValue
 from .shard_map import BufferMap, ShardMap, pattern_of
-from .text import size_text
 
 SUFFIXES = (".png", ".svg")
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, counted
+from ..errors import CheckpointError, counted, size_text
 from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
 from ..storage.stock import is_stock
 from ..storage.system_errors import is_there
 from ..storage.verify import VerifyReport, verify
-from .text import Block, BlockReport, Table, size_text
+from .text import Block, BlockReport, Table
 
 _STEP_DIRECTORY = re.compile(r"step_[0-9]{8,}", re.ASCII)
 """How a manager calls the directory of a step."""

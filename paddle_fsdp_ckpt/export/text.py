@@ -12,16 +12,6 @@ from ..storage.format import JsonValue
 NOTHING = "-"
 """What stands for a value that isn't there."""
 
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
-def size_text(nbytes: int) -> str:
-    """Return a number of bytes in three digits or so, in powers of 1,000."""
-    value, unit = float(nbytes), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
-
 
 def value_text(value: JsonValue, longest: int) -> str:
     """Return a JSON value as people write it, no longer than that: a dict's items without braces, and what is nothing as ``-``."""

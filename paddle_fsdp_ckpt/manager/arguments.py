@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..differing_values import raise_difference
 from ..errors import CheckpointError, listing
 from ..meeting import check_same
 from ..optim import optimizer_list
@@ -90,11 +91,32 @@ def check_same_restore(ranks: list[JsonValue]) -> None:
         check_same("restore", what, values, "nothing was changed", shown=True)
 
 
-def check_same_save(ranks: list[JsonValue]) -> None:
-    """Raise unless all ranks gave the same step, and the same digest of what is common to them.
+def is_same_save(ranks: list[JsonValue]) -> bool:
+    """Tell whether all ranks gave the same digest of what is common to them; see :func:`check_same_values`.
 
     Raises:
-        RankFailedError: they did not.
+        RankFailedError: they did not give the same step.
     """
-    for what, values in zip(("step", "extra_state, lr_scheduler, grad_scaler and metrics"), zip(*ranks, strict=True), strict=True):
-        check_same("save", what, values, "nothing was written", shown=what == "step")
+    steps, digests = zip(*ranks, strict=True)
+    check_same("save", "step", steps, "nothing was written", shown=True)
+    return len({*digests}) == 1
+
+
+def check_same_values(ranks: list[JsonValue]) -> None:
+    """Raise, of what all ranks should have given alike to a save, and did not.
+
+    Args:
+        ranks: what each described by :func:`~.differing_values.describe_values`.
+
+    Raises:
+        RankFailedError: naming the first value that differs.
+    """
+    raise_difference("save", ranks, _WAYS_OUT)
+
+
+_WAYS_OUT = {
+    "extra_state": "Give all ranks the same; what is a rank's own goes into rank_state=",
+    "lr_scheduler": "Step schedulers alike on all ranks",
+    "grad_scaler": "bind_grad_scaler lets all ranks scale alike",
+    "metrics": "Give all ranks one number, such as the mean (paddle.distributed.all_reduce); what is a rank's own goes into rank_state=",
+}

@@ -66,6 +66,7 @@ class Worker:
         self.is_awaited = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._what = ""
         _end_with(self)
 
     @property
@@ -73,9 +74,15 @@ class Worker:
         """Whether a job runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Begin a job, or do it now where there can be no thread; there must be none, and its failure raised."""
+    def start(self, job: Callable[[], None], what: str) -> None:
+        """Begin a job, or do it now where there can be no thread; there must be none, and its failure raised.
+
+        Args:
+            job: what to do.
+            what: it is, for the messages.
+        """
         assert self._thread is None
+        self._what = what
 
         def run() -> None:
             try:
@@ -102,9 +109,9 @@ class Worker:
         self._thread = None
         error, self._error = self._error, None
         if isinstance(error, CheckpointError):
-            raise error
+            raise type(error)(f"{self._what} in the background failed: {error}") from error
         if error is not None:
-            raise CheckpointError(f"a save in the background failed: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{self._what} in the background failed: {type(error).__name__}: {error}") from error
 
     def join(self) -> None:
         """Wait until no job runs."""
@@ -118,7 +125,7 @@ class Worker:
     def say_what_failed(self) -> None:
         """Log what failed and was not raised yet."""
         if self._error is not None:
-            _LOG.error("a save in the background failed, and nobody asked any more: %s", self._error)
+            _LOG.error("%s in the background failed, and nobody asked any more: %s", self._what, self._error)
 
 
 def _end_with(worker: Worker) -> None:

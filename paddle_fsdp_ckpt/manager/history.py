@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,22 @@ class CheckpointEvent:
             f"saved step {self.step}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({rate:.0f} MB/s), training blocked for "
             f"{self.blocked_seconds:.2f} s; kept {counted(len(self.steps), 'step')}{removed}"
         )
+
+
+def steps_in_history(root: Path) -> set[int]:
+    """Return the steps that a root's history says were saved there and not removed since; none where it can't be read.
+
+    What is no line of it, such as half of one, is passed over.
+    """
+    steps: set[int] = set()
+    with suppress(OSError), open(root / HISTORY_NAME, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                event = json.loads(line)
+                if event["kind"] == "save":
+                    steps.add(event["step"])
+                    steps.difference_update(event["removed"])
+    return steps
 
 
 def tell(event: CheckpointEvent, root: Path, on_event: Callable[[CheckpointEvent], None] | None) -> None:

@@ -21,17 +21,18 @@ from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.format import MANIFEST_NAME, JsonValue
 from ..storage.writer import FileImage
 from ..subjects import Models
-from ..warn import warn_caller
-from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_save, retention_of, whole_number
+from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, retention_of, whole_number
 from .background import HostBuffer, Worker
-from .history import CheckpointEvent, tell
+from .history import CheckpointEvent
 from .meetings import Meetings
+from .restore_telling import tell_begun_anew, tell_restored
 from .restoring import RestoreReport, Restoring
-from .retention import Retention, need_metrics
+from .retention import Retention, best_step, need_metrics
 from .run_steps import RunSteps
 from .save_job import SaveJob, let_all_hear
 from .steps import Root, read_root, step_name
-from .trainer_state import TrainerState, check_metrics, check_trainer_state, is_json, keep_trainer_state
+from .taken_names import lost_steps
+from .trainer_state import TrainerState, check_metrics, check_trainer_state, describe_common, is_json, keep_trainer_state
 from .votes import Schedule
 from .writer_lock import WriterLock, heal_root
 
@@ -128,11 +129,12 @@ class CheckpointManager:
                 with suppress(OSError):
                     self._lock.hold(timeout_seconds)
             heal_root(self._lock, self._where)
-            return read_root(self._where, metrics=need_metrics(self._policies)).to_json()
+            found = read_root(self._where, metrics=need_metrics(self._policies))
+            return [found.to_json(), lost_steps(self._where, found)]
 
         with ExitStack() as undo:
-            held = Root.from_json(self._meetings.meet("begin", begin, look))
-            self._steps = RunSteps(self._where, held, overwrite=overwrite)
+            held, lost = self._meetings.meet("begin", begin, look)
+            self._steps = RunSteps(self._where, Root.from_json(held), lost, overwrite=overwrite)
             undo.pop_all()
         self._on_event = on_event
         self._async, self._when_busy = async_save, when_busy
@@ -153,10 +155,36 @@ class CheckpointManager:
         """Return the committed steps of this run in ascending order; as :meth:`latest_step`."""
         return self._steps.own()
 
+    def best_step(self, metric: str, *, mode: Literal["min", "max"]) -> int | None:
+        """Return the step with the best value of a metric, of equal ones the newest; None where no step has a number there.
+
+        All ranks must call it. It waits for a save in the background, and reads the metrics of all steps of this run.
+
+        Args:
+            metric: its name in ``metrics`` of the saves.
+            mode: ``"min"`` where less is better, ``"max"`` where more is.
+
+        Raises:
+            CheckpointError: there are steps, and none was saved with such a metric; or that of some step, which may be the best, can't
+                be read.
+            RankFailedError: another rank raised, or asked for something else.
+        """
+        self._check_open()
+        self.wait()
+        own = self.all_steps()
+
+        def look(ranks: list[JsonValue]) -> JsonValue:
+            check_same("best_step", "metric and mode", ranks, "nothing was read", shown=True)
+            return best_step(metric, mode, [one for one in read_root(self._where, metrics=True).steps if one.step in own])
+
+        number: int | None = self._meetings.meet("best", lambda: [metric, mode], look)
+        return number
+
     def should_save(self, step: int) -> bool:
         """Tell whether it is time to save ``step``, alike on all ranks; false where it is saved. All ranks must call it at each step.
 
-        With minutes or signals, ranks wait for each other here; without, no rank hears of another.
+        With minutes or signals, ranks wait for each other here; without, no rank hears of another. A manager that was told neither
+        these nor ``save_every_steps`` always says no, of which the first call warns.
 
         Raises:
             RankFailedError: some rank did not call it in time.
@@ -179,7 +207,8 @@ class CheckpointManager:
     ) -> None:
         """Save a step, as a whole or not at all, and then remove those that no policy keeps. All ranks must call it.
 
-        The states of random number generators are saved too, see :mod:`~paddle_fsdp_ckpt.manager.random_state`.
+        The states of random number generators are saved too, see :mod:`~paddle_fsdp_ckpt.manager.random_state`. What had the step's name
+        when the manager last looked, and is no step, gets another one, of which a warning is logged.
 
         Args:
             step: how many steps were taken; later than all steps that the root holds.
@@ -191,11 +220,12 @@ class CheckpointManager:
             rank_state: such a value of this rank's own.
             sharded: this rank's parts of tensors of the user's own by name, e.g. of an average of the weights, as ``sharded_state_dict``
                 describes parts. A rank may lack what it holds nothing of.
-            metrics: numbers by which :class:`~.retention.KeepBest` compares steps.
+            metrics: numbers by which :class:`~.retention.KeepBest` and :meth:`best_step` compare steps.
             trainable_only: as for ``save``.
 
         Raises:
-            TargetExistsError: the root holds steps that this run did not resume, or a later one, or the step itself.
+            TargetExistsError: the root holds steps that this run did not resume, or later ones than it went back to, or a later one than
+                this, or the step itself.
             CheckpointError: something can't be saved, or another process writes to the root; nothing was. Or an earlier save in the
                 background failed.
             RankFailedError: another rank failed.
@@ -206,6 +236,7 @@ class CheckpointManager:
             self._refuse_while_busy()
         self.wait()
         kept: list[Kept] = []
+        given: list[TrainerState] = []
         checked_metrics: dict[str, float] = {}
 
         def check() -> JsonValue:
@@ -213,6 +244,7 @@ class CheckpointManager:
             self._steps.check_next(number)
             check_group(model, optimizer, self._meetings.rendezvous.world_size)
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
+            given.append(state)
             numbers = check_metrics(metrics)
             check_can_be_compared(self._policies, numbers)
             own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._meetings.rendezvous.rank)
@@ -222,11 +254,14 @@ class CheckpointManager:
                 self._meetings.in_background()  # what goes wrong there, all ranks hear of here
             return [number, digest]
 
-        def decide(ranks: list[JsonValue]) -> None:
-            check_same_save(ranks)
+        def decide(ranks: list[JsonValue]) -> JsonValue:
+            if not is_same_save(ranks):
+                return False
             self._hold_lock()
+            return True
 
-        self._meetings.meet("check", check, decide)
+        if not self._meetings.meet("check", check, decide):
+            self._meetings.meet("differ", lambda: describe_common(given[0], extra_state, checked_metrics), check_same_values)
         step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._where / step_name(step),
@@ -252,6 +287,7 @@ class CheckpointManager:
             self._policies,
             self._steps.root.steps,
             frozenset(self._steps.foreign),
+            step_name(step) in self._steps.root.skipped,
             self._on_event,
             started,
         )
@@ -277,7 +313,7 @@ class CheckpointManager:
             blocked_seconds=blocked_seconds,
             is_awaited=lambda: self._worker.is_awaited,
         )
-        self._worker.start(lambda: self._done.append((job.step, job.run())))
+        self._worker.start(lambda: self._done.append((job.step, job.run())), f"the save of step {job.step}")
         if failure is not None and not isinstance(failure, Exception):
             raise failure
 
@@ -308,7 +344,7 @@ class CheckpointManager:
             sharded: the tensors to read into.
             step: another step than the newest.
             fall_back: where the newest one is damaged, take the one before it, and so on. Those that are damaged are removed once
-                the run has saved a step.
+                the run has saved a step. One that was saved, as ``history.jsonl`` says, and has no manifest is damaged.
             discard_later: with ``step``: that later steps may be removed once the run has saved one. Without, such a run
                 can't save here, of which restore warns.
             random_state: whether to restore the random number generators.
@@ -336,32 +372,23 @@ class CheckpointManager:
             self._where, self._steps.root, self._meetings.rendezvous, self._meetings.next_token("restore"), self._meetings.timeout_seconds
         )
         report = restoring.restore(
-            self.all_steps(), step, fall_back, state, random_state=random_state, model=model, optimizer=optimizer, options=load_options
+            self._steps.to_restore(),
+            step,
+            fall_back,
+            state,
+            random_state=random_state,
+            model=model,
+            optimizer=optimizer,
+            options=load_options,
         )
         if report is None:
             if self._meetings.rendezvous.rank == COORDINATOR:
-                _LOG.info("'%s' holds no steps to restore: the run begins anew", self._where)
+                tell_begun_anew(self._steps, self._where)
             return None
         self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)
         self.restored = report
         if self._meetings.rendezvous.rank == COORDINATOR:
-            seconds = time.monotonic() - started
-            event = CheckpointEvent(
-                "restore",
-                report.step,
-                seconds,
-                seconds,
-                steps=self.all_steps(),
-                skipped=report.skipped,
-                fell_back_from=report.fell_back_from,
-            )
-            tell(event, self._where, self._on_event)
-            for later, why in report.fell_back_from.items():
-                _LOG.warning("restored step %d, since %s is damaged: %s", report.step, step_name(later), why)
-            if text := self._steps.later():
-                warn_caller(text)
-            for difference in [*report.load.differences, *report.differences]:
-                _LOG.warning("restored step %d: %s", report.step, difference)
+            tell_restored(report, self._steps, self._where, time.monotonic() - started, self._on_event)
         return report.step
 
     def wait(self) -> None:

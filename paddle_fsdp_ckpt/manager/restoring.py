@@ -25,7 +25,7 @@ from ..storage.format import JsonValue
 from ..storage.read_lock import reading
 from ..storage.reader import PARTIAL_STATE
 from ..storage.system_errors import describe_error
-from .steps import Root, step_name
+from .steps import HISTORY_NAME, Root, step_name
 from .trainer_state import SavedState, TrainerState, read_trainer_state
 
 _DAMAGED = (CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError)
@@ -45,6 +45,7 @@ class RestoreReport:
         fell_back_from: step -> what is wrong with it, of later steps that are damaged.
         differences: in words, what of schedulers, scaler and random number generators was saved otherwise, or not saved, and was left.
         not_asked_for: what was saved and not given to the restore: ``"lr_scheduler"``, ``"grad_scaler"``, ``"sharded"``.
+        metrics: as they were given to the save.
     """
 
     step: int
@@ -55,11 +56,13 @@ class RestoreReport:
     fell_back_from: dict[int, str] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     not_asked_for: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"restored step {self.step}", *str(self.load).split("\n- ")]
         lines += [f"skipped '{name}': {reason}" for name, reason in self.skipped.items()]
         lines += [f"fell back from {step_name(step)}: {reason}" for step, reason in self.fell_back_from.items()]
+        lines += [f"metrics: {listing(f'{name} {value:g}' for name, value in self.metrics.items())}"] * bool(self.metrics)
         lines += self.differences
         lines += [f"saved and not restored: {listing(self.not_asked_for)}"] * bool(self.not_asked_for)
         return "\n- ".join(lines)
@@ -98,7 +101,7 @@ class Restoring:
         """Restore the wanted step, or the newest; None where there is none.
 
         Args:
-            steps: the committed ones in ascending order.
+            steps: the committed ones in ascending order, and those among them that the root's history says were so.
             wanted: one of them, or None for the newest.
             fall_back: whether to take earlier ones where that is damaged.
             state: what to restore into, as are the following.
@@ -117,7 +120,7 @@ class Restoring:
             try:
                 saved, report, differences = self._restore_step(step, state, random_state, model, optimizer, options)
             except CheckpointError as error:
-                before = candidates[number + 1 : number + 2]
+                before = [one for one in candidates[number + 1 :] if step_name(one) not in self.root.skipped][:1]
                 if not self._is_damaged(step, error):
                     raise
                 if not before or not fall_back:
@@ -133,6 +136,7 @@ class Restoring:
                 fell_back_from,
                 differences,
                 saved.not_asked_for,
+                saved.metrics,
             )
         return None
 
@@ -140,6 +144,11 @@ class Restoring:
         self, step: int, state: TrainerState, random_state: bool, model: Any, optimizer: Any, options: Mapping[str, Any]
     ) -> tuple[SavedState, LoadReport, list[str]]:
         path = self.where / step_name(step)
+        reason = self.root.skipped.get(step_name(step))
+        if reason is not None:
+            raise IncompleteCheckpointError(
+                f"'{path}' was saved, as {HISTORY_NAME} says, and is no step now: {reason}. Copy it there whole"
+            )
         with reading(path):
             return self._restore_from(path, step, state, random_state, model, optimizer, options)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import timezone
 from typing import Literal, Protocol
 
-from ..errors import CheckpointError
-from .steps import SavedStep
+from ..errors import CheckpointError, listing
+from .steps import SavedStep, names_of
 
 
 class Retention(Protocol):
@@ -119,6 +119,32 @@ class KeepBest:
         measured = [one for one in steps if not math.isnan(one.metrics.get(self.metric, math.nan))]
         best = sorted(measured, key=lambda one: (sign * one.metrics[self.metric], -one.step))
         return [one.step for one in best[: self.count]]
+
+
+def best_step(metric: str, mode: Literal["min", "max"], steps: Sequence[SavedStep]) -> int | None:
+    """Return the step with the best value of a metric, as :class:`KeepBest` compares them; None where no step has a number there.
+
+    Args:
+        metric: its name.
+        mode: which values are best.
+        steps: with their metrics, in ascending order.
+
+    Raises:
+        CheckpointError: the metrics of some could not be read, or there are steps, and none was saved with this metric.
+    """
+    best = [*KeepBest(metric, mode=mode).kept(steps)]
+    unknown = [one.step for one in steps if not one.is_known]
+    if unknown:
+        raise CheckpointError(
+            f"best_step: the metrics of {names_of(unknown)} can't be read, and one of them may be the best. Try again; `paddle-fsdp-ckpt "
+            "verify` says what is wrong with a step, and one that is lost can be moved out of the root"
+        )
+    names = {name for one in steps for name in one.metrics}
+    if steps and metric not in names:
+        raise CheckpointError(
+            f"best_step: no step was saved with metrics={{{metric!r:.100}: ...}}; they were with {listing(sorted(names)) or 'none'}"
+        )
+    return best[0] if best else None
 
 
 def missing_metrics(policies: Iterable[Retention], metrics: Collection[str]) -> list[str]:

@@ -14,33 +14,47 @@ class RunSteps:
 
     Attributes:
         root: what the root held when it was looked at last.
+        lost: steps that were saved there, and of which nothing is left that can be restored.
         foreign: steps in it of another history than this run's, to be removed once this run has a step of its own.
         last: the step that was saved or restored last, or began to be saved; None before.
     """
 
-    def __init__(self, where: Path, root: Root, *, overwrite: bool) -> None:
+    def __init__(self, where: Path, root: Root, lost: Collection[int], *, overwrite: bool) -> None:
         """Begin with what a root holds; with ``overwrite`` all of it is foreign."""
         self._where = where
         self.root = root
-        self.foreign = set(root.numbers) if overwrite else set()
+        self.lost = set(lost)
+        self.foreign = {*root.numbers, *lost} if overwrite else set()
         self.last: int | None = None
-        self._may_save = overwrite or not root.steps
+        self._later: list[int] = []
+        self._may_save = overwrite or not (root.steps or lost)
 
     def own(self) -> list[int]:
         """Return the committed steps of this run in ascending order."""
         return [step for step in self.root.numbers if step not in self.foreign]
 
+    def to_restore(self) -> list[int]:
+        """Return the steps of this run that a restore looks at, in ascending order: those that are lost must not be passed over."""
+        return sorted({*self.own(), *self.lost - self.foreign})
+
     def check_next(self, step: int) -> None:
         """Raise unless this run may save a step.
 
         Raises:
-            TargetExistsError: the root holds steps that it did not resume, or a later one, or the step itself.
+            TargetExistsError: the root holds steps that it did not resume, or later ones than the restored, or a later one, or the step
+                itself.
         """
         own = self.own()
         if not self._may_save:
             raise TargetExistsError(
-                f"'{self._where}' holds {names_of(own)} of an earlier run; nothing was saved. Go on with restore(), choose "
+                f"'{self._where}' holds {names_of(self.to_restore())} of an earlier run; nothing was saved. Go on with restore(), choose "
                 "another root, or begin anew with CheckpointManager(root, overwrite=True), which removes them"
+            )
+        if self._later:
+            raise TargetExistsError(
+                f"this run went back to {step_name(self.last or 0)}, and '{self._where}' holds {names_of(self._later)} of the one before; "
+                "nothing was saved, since two histories would mix. Steps are saved in ascending order; a run that goes back says "
+                "restore(step=..., discard_later=True), and its first save removes them; or it saves to another root"
             )
         if own and step <= own[-1]:
             raise TargetExistsError(
@@ -63,22 +77,22 @@ class RunSteps:
 
     def restored(self, step: int, *, discard_later: bool, damaged: Collection[int]) -> None:
         """Take note that the run goes on from a step: later ones are foreign if they are discarded, else those that are damaged."""
-        self.foreign |= {one for one in self.own() if one > step} if discard_later else set(damaged)
+        self.foreign |= {one for one in self.to_restore() if one > step} if discard_later else set(damaged)
+        self._later = [one for one in self.own() if one > step]
         self._may_save = True
         self.last = step
 
     def later(self) -> str | None:
         """Return what a run that went back must be told before it trains: later steps than the restored one keep it from saving."""
-        later = [step for step in self.own() if self.last is not None and step > self.last]
-        if not later:
+        if not self._later:
             return None
         return (
-            f"restore: '{self._where}' holds {names_of(later)}, later than the restored {step_name(self.last or 0)}: this run can't save "
-            f"any step up to {max(later)} there. To go on from here, restore(step=..., discard_later=True) lets its first save remove "
-            "them; or save to another root"
+            f"restore: '{self._where}' holds {names_of(self._later)}, later than the restored {step_name(self.last or 0)}: this run can't "
+            "save there. To go on from here, restore(step=..., discard_later=True) lets its first save remove them; or save to another root"
         )
 
     def saved(self, step: int, root: Root) -> None:
         """Take over what the root holds after a save."""
         self.root = root
-        self.foreign &= set(root.numbers) - {step}
+        self.lost &= {*root.taken}
+        self.foreign &= {*root.numbers, *root.taken} - {step}

@@ -16,7 +16,8 @@ from ..storage.read_lock import removing
 from ..storage.writer import FileImage
 from .history import CheckpointEvent, tell
 from .retention import Retention, need_metrics, steps_to_remove
-from .steps import Root, SavedStep, clear_left_overs, hide_step, read_root, step_name
+from .steps import Root, SavedStep, clear_left_overs, hide_step, is_own_directory, read_root, step_name
+from .taken_names import make_way
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -34,6 +35,7 @@ class SaveJob:
         policies: which steps to keep.
         known: the steps that the root held before.
         foreign: those of another history, which go once this one is there.
+        is_taken: whether something that is no step has this one's name.
         on_event: the user's hook.
         started: when the call came, by ``time.monotonic``.
         image: a copy of this rank's file; None for the live tensors.
@@ -50,6 +52,7 @@ class SaveJob:
     policies: Sequence[Retention]
     known: Sequence[SavedStep]
     foreign: frozenset[int]
+    is_taken: bool
     on_event: Callable[[CheckpointEvent], None] | None
     started: float
     image: FileImage | None = None
@@ -66,6 +69,8 @@ class SaveJob:
         timeout = self.prepared.timeout_seconds
         if self.blocked_seconds is not None:
             exchange(self.rendezvous, f"{self.prepared.token}/copied", self._check_copied, lambda _: None, timeout)
+        if self.is_taken:
+            exchange(self.rendezvous, f"{self.prepared.token}/way", lambda: None, lambda _: self._make_way(), timeout)
         nbytes = commit_save(self.prepared, self.image, self.rendezvous, self.is_awaited)
         verdict = exchange(self.rendezvous, f"{self.prepared.token}/keep", lambda: None, lambda _: self._remove(), timeout)
         root = Root.from_json(verdict["root"])
@@ -83,6 +88,9 @@ class SaveJob:
         if self.failure is not None:
             raise self.failure
 
+    def _make_way(self) -> None:
+        make_way(self.where, self.step, may_go=self.step in self.foreign)
+
     def _remove(self) -> JsonValue:
         """Take the steps that nothing keeps out of the root; what fails is logged, and is tried again after the next save."""
         try:
@@ -92,14 +100,18 @@ class SaveJob:
             root = Root((*(one for one in self.known if one.step != self.step), SavedStep(self.step, metrics=self.metrics)))
         foreign = self.foreign - {self.step}
         own = [one for one in root.steps if one.step not in foreign]
-        unwanted = {*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection(root.numbers)}
+        unwanted = {*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection([*root.numbers, *root.taken])}
         removed = [step for step in sorted(unwanted) if self._hide(step)]
-        left = Root(tuple(one for one in root.steps if one.step not in removed), root.skipped)
+        gone = {step_name(step) for step in removed}
+        skipped = {name: reason for name, reason in root.skipped.items() if name not in gone}
+        left = Root(tuple(one for one in root.steps if one.step not in removed), skipped)
         return {"root": left.to_json(), "removed": removed}
 
     def _hide(self, step: int) -> bool:
         """Take a step out of the root, unless somebody reads it; tell whether it is gone."""
         try:
+            if not is_own_directory(self.where / step_name(step)):
+                return False  # no save made it
             with removing(self.where / step_name(step)) as is_free:
                 if not is_free:
                     _LOG.info("%s is being read, and its removal is tried again after the next save", step_name(step))

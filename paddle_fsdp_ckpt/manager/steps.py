@@ -62,6 +62,11 @@ class Root:
         """The committed steps' numbers, in ascending order."""
         return [one.step for one in self.steps]
 
+    @property
+    def taken(self) -> list[int]:
+        """The numbers of the steps under whose names something else is, in ascending order."""
+        return sorted(step for name in self.skipped if (step := parse_step(name)) is not None)
+
     def to_json(self) -> JsonValue:
         """Return the root as plain JSON data; :meth:`from_json` is the inverse."""
         steps = [[one.step, None if one.created is None else one.created.isoformat(), one.metrics, one.is_known] for one in self.steps]
@@ -109,7 +114,7 @@ def read_root(root: Path, known: Iterable[SavedStep] = (), *, metrics: bool = Fa
     known_by_name = {step_name(one.step): one for one in known if one.is_known or not metrics}
     steps, skipped = [], {}
     for name in sorted(os.listdir(root)):
-        reason = _why_no_step(root / name)
+        reason = why_no_step(root / name)
         if reason is None:
             steps.append(known_by_name.get(name) or _read_step(root, name, metrics))
         elif name not in (HISTORY_NAME, WRITER_LOCK_NAME):
@@ -160,7 +165,7 @@ def _try_to_remove(path: Path) -> Iterator[str]:
         yield f"'{path.name}' ({error})"
 
 
-def _why_no_step(path: Path) -> str | None:
+def why_no_step(path: Path) -> str | None:
     """Return, in words, why a path is no committed step, or None where it is one."""
     target, kind = parse_left_over(path.name) or ("", "")
     if kind == "staging" and parse_step(target) is not None:
@@ -171,11 +176,16 @@ def _why_no_step(path: Path) -> str | None:
         return "a step that is being removed"
     if parse_step(path.name) is None:
         return "not made by this manager"
-    if path.is_symlink() or not path.is_dir():
+    if not is_own_directory(path):
         return "not made by this manager: it is no directory of its own"
     if not _may_be_there(path / MANIFEST_NAME):
-        return f"it has no {MANIFEST_NAME}, so no save of this package finished it"
+        return f"it has no {MANIFEST_NAME}, as what was copied or removed in part, or what this package did not save"
     return None
+
+
+def is_own_directory(path: Path) -> bool:
+    """Tell whether a path is a directory, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _may_be_there(path: Path) -> bool:
@@ -195,14 +205,19 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     try:
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
-        values = _metrics_of(encoded.get(METRICS_KEY, b"{}"))
+        values = metrics_of(encoded.get(METRICS_KEY, b"{}"))
     except (CheckpointError, OSError, ValueError) as error:
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
         return SavedStep(number, is_known=isinstance(error, ValueError))
     return SavedStep(number, datetime.fromisoformat(manifest.created), values)
 
 
-def _metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
+def metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
+    """Return the metrics that a step holds under its key.
+
+    Raises:
+        ValueError: they are none.
+    """
     values = parse_json(bytes(encoded).decode(), allow_nan=True)
     if not isinstance(values, dict) or not all(type(value) is float for value in values.values()):
         raise ValueError("these are no metrics")

@@ -11,6 +11,7 @@ from typing import Any
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.optimizer.lr import LRScheduler
 
+from ..differing_values import describe_values
 from ..errors import CheckpointError, CorruptCheckpointError, MismatchError, listing
 from ..fsdp import why_without_values
 from ..host_memory import destinations
@@ -29,6 +30,7 @@ from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, rank_key, read_byte
 from .extra_state import decode_extra_state, encode_extra_state
 from .random_state import capture_random_state, random_state_for, restore_random_state
 from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
+from .steps import metrics_of
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,9 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
     """
     for scaler in state.grad_scalers.values():
         warn_of_pending_update(scaler)
+    schedulers, scalers = _described(state)
     common = encode_extra_state(
-        {
-            "extra_state": extra_state,
-            "lr_schedulers": write_named({name: describe_scheduler(one) for name, one in state.lr_schedulers.items()}),
-            "grad_scaler": write_scalers({name: describe_grad_scaler(one) for name, one in state.grad_scalers.items()}),
-        },
-        "",
+        {"extra_state": extra_state, "lr_schedulers": write_named(schedulers), "grad_scaler": write_scalers(scalers)}, ""
     )
     encoded_metrics = json.dumps(metrics).encode()
     own = encode_extra_state({"random": capture_random_state(), "rank_state": rank_state, "sharded": list(state.sharded)}, "")
@@ -90,6 +88,21 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
             data[METRICS_KEY] = encoded_metrics
     kept = Kept(data, {sharded_key(key): weight for key, weight in state.sharded.items()})
     return kept, digest_of(f"{common.hex()} {encoded_metrics.hex()}")
+
+
+def _described(state: TrainerState) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """Return what is saved of schedulers and of scalers, by name."""
+    return (
+        {name: describe_scheduler(one) for name, one in state.lr_schedulers.items()},
+        {name: describe_grad_scaler(one) for name, one in state.grad_scalers.items()},
+    )
+
+
+def describe_common(state: TrainerState, extra_state: Any, metrics: Mapping[str, float]) -> JsonValue:
+    """Return what says, of the values of which the digests of :func:`keep_trainer_state` differ, which ones do."""
+    schedulers, scalers = _described(state)
+    values = {"extra_state": extra_state, "lr_scheduler": schedulers, "grad_scaler": scalers, "metrics": dict(metrics)}
+    return describe_values(values, lambda value: encode_extra_state(value, ""))
 
 
 def is_json(value: Any) -> bool:
@@ -132,6 +145,7 @@ class SavedState:
         reads: of the sharded tensors; None where none were given.
         sharded: their keys in the checkpoint; empty where none were given.
         not_asked_for: in words, what is in the checkpoint and was not given to be restored.
+        metrics: the step's.
     """
 
     manifest: Manifest
@@ -143,6 +157,7 @@ class SavedState:
     reads: ReadPlan | None
     sharded: list[str]
     not_asked_for: list[str]
+    metrics: dict[str, float]
 
     def digest(self) -> str:
         """Return a digest of what must be the same on all ranks."""
@@ -174,7 +189,7 @@ def read_trainer_state(
         CheckpointError: as :func:`~.loading.load`.
     """
     manifest = read_manifest(path)
-    encoded = read_bytes(path, manifest, COORDINATOR, [COMMON_KEY])
+    encoded = read_bytes(path, manifest, COORDINATOR, [COMMON_KEY, METRICS_KEY])
     own: dict[int, dict[str, Any]] = {}
     if COMMON_KEY in encoded:
         common = _decoded(path, COMMON_KEY, encoded[COMMON_KEY], {"extra_state", "lr_schedulers", "grad_scaler"})
@@ -203,7 +218,15 @@ def read_trainer_state(
         reads,
         sharded,
         not_asked_for,
+        _metrics(path, encoded),
     )
+
+
+def _metrics(path: Path, encoded: Mapping[str, bytes | bytearray]) -> dict[str, float]:
+    try:
+        return metrics_of(encoded.get(METRICS_KEY, b"{}"))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"'{path}', '{METRICS_KEY}' is not what a save writes ({error}); load another checkpoint") from error
 
 
 def _random_state(rank: int, world_size: int, manifest: Manifest, own: dict[int, dict[str, Any]]) -> dict[str, JsonValue] | None:

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, RankFailedError
 from ..storage.agreement import COORDINATOR
 from ..storage.format import JsonValue
 from ..storage.polling import look_until_there
+from ..warn import warn_caller
 from .arguments import positive_number, whole_number
 
 _LONGEST_PAUSE_SECONDS = 0.01
@@ -182,6 +183,7 @@ class Schedule:
         self._clock = Clock(self._every_minutes)
         self._ballot = Ballot(counter, token, timeout_seconds)
         self._save_signals, self._stop_signals = tuple(save_signals), tuple(stop_signals)
+        self._has_warned = False
         self._signals = Signals([*save_signals, *stop_signals])
 
     @property
@@ -201,9 +203,17 @@ class Schedule:
     def is_due(self, step: int) -> bool:
         """Tell whether it is time to save a step. With minutes or signals ranks wait for each other here.
 
+        Where nothing ever makes it say yes, it warns of that on rank 0 at the first call.
+
         Raises:
             RankFailedError: some rank did not call it in time.
         """
+        if not self.is_any and self._is_first and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                "should_save always says no, since this CheckpointManager was told nothing of when to save; give it save_every_steps=..., "
+                "save_every_minutes=..., save_signals=[...] or stop_signals=[...]"
+            )
         due = self._every_steps is not None and step % self._every_steps == 0
         if not self._has_votes:
             return due

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import CheckpointError, RankFailedError, TargetExistsError
+from ..errors import CheckpointError, RankFailedError, TargetExistsError, size_text
 from .agreement import COORDINATOR, Rendezvous, exchange
 from .format import (
     MANIFEST_NAME,
@@ -146,11 +146,14 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not is_there(target):
         return
     if not target.is_dir():
-        raise TargetExistsError(f"'{target}' is there and is no directory; choose another path")
+        raise TargetExistsError(f"'{target}' is there and is no directory; rename or remove it, or choose another path")
     if not any(target.iterdir()):
         return
     if not is_there(target / MANIFEST_NAME):
-        raise TargetExistsError(f"'{target}' is not empty, and no checkpoint of this package, so it is never replaced; choose another path")
+        raise TargetExistsError(
+            f"'{target}' is not empty, and no checkpoint of this package, so it is never replaced; rename or remove it, or choose another "
+            "path"
+        )
     if not overwrite:
         raise TargetExistsError(f"'{target}' holds a checkpoint already; choose another path, or pass overwrite=True to replace it")
 
@@ -188,8 +191,8 @@ def _check_room(staging: Path, nbytes: int) -> None:
     # Some file systems can't say how large they are.
     if status.f_blocks and free < nbytes:
         raise CheckpointError(
-            f"not enough room in '{staging.parent}': the checkpoint needs about {nbytes} bytes, and {free} are free; nothing was written. "
-            "Make room there, or save elsewhere. (A checkpoint that is to be replaced is needed until the new one is there.)"
+            f"not enough room in '{staging.parent}': the checkpoint needs about {size_text(nbytes)}, and {size_text(free)} are free; "
+            "nothing was written. Make room there, or save elsewhere. (A checkpoint to be replaced is needed until the new one is there.)"
         )
 
 

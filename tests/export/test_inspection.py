@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from harness import RankPool
 
-from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError
+from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, size_text
 from paddle_fsdp_ckpt.export import values
 from paddle_fsdp_ckpt.export.inspection import Amount, Inspection, Steps, inspect
 from paddle_fsdp_ckpt.export.statistics import Statistics
-from paddle_fsdp_ckpt.export.text import size_text
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]

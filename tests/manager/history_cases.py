@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import stand_in_visualdl
-from manager_runs import build
+from manager_runs import build, logged
 from paddle.distributed.launch.context.args_envs import parse_args
 
 from paddle_fsdp_ckpt import CheckpointManager
@@ -18,37 +18,17 @@ def events_of(root: str) -> tuple[list[str], list[str]]:
     """The hook's events of two saves and a restore, and what was logged; the second call of the hook fails, which stops nothing."""
     model, optimizer = build()
     seen = []
-    logged = Lines()
-    log = logging.getLogger("paddle_fsdp_ckpt")
 
     def hook(event: Any) -> None:
         seen.append(f"{event.kind} {event.step}")
         if len(seen) == 2:
             raise ValueError("no such board")
 
-    level = log.level
-    log.addHandler(logged)
-    log.setLevel(logging.INFO)
-    try:
-        with CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
-            for step in (1, 2):
-                checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
-            checkpoints.restore(model=model, optimizer=optimizer)
-    finally:
-        log.removeHandler(logged)
-        log.setLevel(level)
-    return seen, logged.lines
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    with logged(logging.INFO) as lines, CheckpointManager(root, on_event=hook, max_to_keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": 0.5})
+        checkpoints.restore(model=model, optimizer=optimizer)
+    return seen, lines
 
 
 def run_example(script: str, root: str, log: str) -> None:

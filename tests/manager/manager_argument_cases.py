@@ -73,7 +73,12 @@ def save_other(root: str, which: str) -> None:
     model, optimizer = build()
     rank = this_rank().rank
     options: dict[str, Any] = {
-        "extra_state": {"extra_state": {"rank": rank}},
+        "extra_state": {"extra_state": {"epoch": 1, "data": {"rank": rank, "seed": 1}}},
+        "long": {"extra_state": {"order": [*range(100), rank]}},
+        "left out": {"extra_state": {"epoch": 1} if rank else {"epoch": 1, "only": "first"}},
+        "other order": {"extra_state": {"b": 1, "a": 2} if rank else {"a": 2, "b": 1}},
+        "loss": {"metrics": {"accuracy": 0.5, "loss": np.float64(0.1 * (1 + rank))}},
+        "schedule": {"lr_scheduler": paddle.optimizer.lr.StepDecay(0.5, step_size=3 + rank)},
         "step": {"step": 1 + rank},
         "tuple": {"rank_state": (1, 2)},
         "metrics": {"metrics": {"loss": "low"}},

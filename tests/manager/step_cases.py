@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import paddle.distributed as dist
 import pytest
 from harness import this_rank
-from manager_runs import build, refuse
+from manager_runs import build, logged, refuse
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
@@ -58,6 +59,16 @@ def fall_back_and_go_on(root: str, later: int) -> tuple[int | None, list[int]]:
         return step, checkpoints.all_steps()
 
 
+def restore_and_save(root: str, later: int, **options: Any) -> tuple[int | None, list[int], list[str]]:
+    """Restore, and save a later step; return what was restored, what is there then, and what was warned of."""
+    model, optimizer = build(seed=5)
+    with logged(logging.WARNING) as lines, CheckpointManager(root, **options) as checkpoints:
+        step = checkpoints.restore(model=model, optimizer=optimizer)
+        checkpoints.save(later, model=model, optimizer=optimizer)
+        checkpoints.wait()
+        return step, checkpoints.all_steps(), lines
+
+
 @contextmanager
 def bad_disk(code: int, times: int | None = None) -> Iterator[None]:
     """Let the system give rank 1 an error for the values of step 3: always, or some times in a row."""
@@ -101,6 +112,30 @@ def keep_best(root: str) -> tuple[str, list[int]]:
         for step, loss in enumerate([0.5, 0.25, float("nan"), float("nan")], start=2):
             checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": loss})
         return text, checkpoints.all_steps()
+
+
+def find_the_best(root: str, losses: list[float]) -> tuple[list[int | None], dict[str, float], str, list[str]]:
+    """Save steps with losses, the last in the background, and say which are best; restore one; ask for none, and for what can't be read."""
+    model, optimizer = build()
+    found, refused = [], []
+    with CheckpointManager(root, async_save=True) as checkpoints:
+        found.append(checkpoints.best_step("loss", mode="min"))
+        for step, loss in enumerate(losses, start=1):
+            checkpoints.save(step, model=model, optimizer=optimizer, metrics={"loss": loss})
+        found += [checkpoints.best_step("loss", mode=mode) for mode in ("min", "max")]
+        found.append(checkpoints.restore(model=model, optimizer=optimizer, step=found[1]))
+        report = checkpoints.restored
+        assert report is not None
+        for metric in ("accuracy", "loss"):
+            dist.barrier()
+            if metric == "loss" and this_rank().rank == 0:
+                (Path(root) / "step_00000002" / "0_0.safetensors").unlink()
+            dist.barrier()
+            try:
+                checkpoints.best_step(metric, mode="min")
+            except ckpt.CheckpointError as error:
+                refused.append(str(error))
+    return found, report.metrics, str(report), refused
 
 
 def fail_to_remove(root: str) -> tuple[list[int], list[int]]:

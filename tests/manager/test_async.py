@@ -59,6 +59,7 @@ def test_a_second_save_is_refused_while_one_is_held_up(tmp_path: Path, ranks: Ra
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_of_one_rank_is_heard_by_all_at_the_next_call(failing: int, what: str, why: str, tmp_path: Path, ranks: Ranks) -> None:
     for text, steps, later, seconds in ranks(2).run(async_cases.fail_once_in_background, str(tmp_path / "root"), failing, what):
+        assert text.startswith("the save of step 2 in the background failed: ")
         assert f"rank {failing} failed" in text
         assert why in text
         assert (steps, later) == ([1], [1, 3])
@@ -73,7 +74,7 @@ def test_a_save_is_written_where_there_can_be_no_thread(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done: list[int] = []
     worker = Worker()
-    worker.start(lambda: done.append(1))
+    worker.start(lambda: done.append(1), "a job")
     assert done == [1]
     assert not worker.is_busy
     worker.wait()
@@ -111,4 +112,4 @@ def test_a_process_that_ends_waits_and_says_what_failed(fail: bool, tmp_path: Pa
     run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(package)}, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "root" / "step_00000001" / "manifest.json").exists()
-    assert ("a save in the background failed, and nobody asked any more: [Errno 28] no room" in run.stderr) == fail
+    assert ("the save of step 2 in the background failed, and nobody asked any more: [Errno 28] no room" in run.stderr) == fail

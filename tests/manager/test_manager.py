@@ -99,7 +99,7 @@ def test_restore_skips_what_is_no_step_and_says_so(world_size: int, root: Path, 
         assert step == 3
         assert report[0] == {
             ".step_00000009.staging-0123456789abcdef": "what a save that was killed, or is not finished, wrote",
-            "step_00000007": "it has no manifest.json, so no save of this package finished it",
+            "step_00000007": "it has no manifest.json, as what was copied or removed in part, or what this package did not save",
             "step_8": "not made by this manager",
             "notes.txt": "not made by this manager",
         }
@@ -147,6 +147,70 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(damage: str
         assert (step, later) == (2, [1, 2, 3])
     assert not (root / "step_00000005").exists()
     assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_what_is_no_step_is_in_the_way_of_none(kind: str, root: Path, ranks: Ranks) -> None:
+    """It gets another name, with all that is in it, and a run hears of it before it trains."""
+    path = root / "step_00000004"
+    if kind == "directory":
+        shutil.copytree(root / "step_00000003", path)
+        (path / "manifest.json").unlink()
+    elif kind == "file":
+        path.write_text("mine")
+    else:
+        path.symlink_to("step_00000003")
+    (root / "step_00000005").mkdir()
+    before = contents(path)
+    for async_save in (False, True):
+        first, second = on(ranks(2), step_cases.restore_and_save, str(root), 4 + async_save, async_save=async_save)
+        assert (first[:2], second) == ((3 + async_save, [1, 2, 3, 4, 5][: 4 + async_save]), (*first[:2], []))
+        if not async_save:
+            told, empty, renamed = first[2]
+            (aside,) = root.glob("step_00000004.aside-*")
+            assert f"has a step_00000004, later than the restored step_00000003, that was skipped: {told.split('skipped: ')[1]}" in told
+            assert f"mv '{path}' ELSEWHERE" in told and "step_00000005" in empty
+            assert renamed.startswith(f"'{path}' was in the way of the save of step 4, and was renamed to '{aside.name}': ")
+            assert contents(aside) == before and aside.is_symlink() == (kind == "link")
+    assert sorted(path.name for path in root.glob("step_*")) == sorted([aside.name, *(f"step_0000000{n}" for n in range(1, 6))])
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return what the files of a directory hold, or a file."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+
+
+def test_a_root_of_other_checkpoints_says_so(root: Path, ranks: Ranks) -> None:
+    for step in (1, 2, 3):
+        (root / f"step_0000000{step}").rename(root / f"step_{step}")
+    (root / "step_1" / "manifest.json").unlink()  # stock Paddle's are checkpoints too
+    (root / "logs").mkdir()
+    (root / ".other").mkdir()
+    (root / ".other" / "manifest.json").touch()
+    first, second = on(ranks(2), step_cases.restore_and_save, str(root), 4)
+    (text,) = first[2]
+    assert (first[:2], second) == ((None, [4]), (None, [4], []))
+    assert "holds 3 checkpoints that no CheckpointManager made: step_1, step_2, step_3. To go on from one, load(" in text
+    assert f"load('{root / 'step_3'}', model=..., optimizer=...)" in text
+
+
+@pytest.mark.parametrize("later", [3, 4])
+def test_a_saved_step_of_which_nothing_can_be_read_is_a_damaged_one(later: int, root: Path, ranks: Ranks) -> None:
+    """Its history says that it was saved; half a line of that disturbs nobody, and what was removed may be missing."""
+    (root / "step_00000003" / "manifest.json").unlink()
+    shutil.rmtree(root / "step_00000002")
+    (root / "step_00000002").mkdir()
+    with open(root / "history.jsonl", "a") as file:
+        file.write('{"kind": "save", "step": 9, "removed": [7]}\n{"kind": "save", "st')
+    for kind, text, unchanged in on(ranks(2), manager_runs.refuse, str(root), "restore"):
+        assert (kind, unchanged) == ("IncompleteCheckpointError", True)
+        assert "step_00000003 is damaged, and the step before it is step_00000001: restore(fall_back=True) takes that." in text
+        assert f"{root / 'step_00000003'}' was saved, as history.jsonl says, and is no step now: it has no manifest.json" in text
+    right = (1, [1, later])
+    assert on(ranks(2), step_cases.fall_back_and_go_on, str(root), later) == [right] * 2
+    assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in right[1])]
+    assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [later] * 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.ENOMEM])
@@ -211,8 +275,11 @@ def test_steps_ascend(root: Path, ranks: Ranks) -> None:
 
 
 def test_going_back_discards_nothing_unasked(root: Path, ranks: Ranks) -> None:
-    for error in errors_on(ranks(2), step_cases.go_back, str(root), 1, 2, discard_later=False):
-        assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
+    for next_step in (2, 9):
+        for error in errors_on(ranks(2), step_cases.go_back, str(root), 1, next_step, discard_later=False):
+            assert "went back to step_00000001" in error.message and "holds step_00000002, step_00000003 of the one before" in error.message
+            assert "a run that goes back says restore(step=..., discard_later=True)" in error.message
+    assert sorted(path.name for path in root.glob("step_*")) == ["step_00000001", "step_00000002", "step_00000003"]
     told, quiet = on(ranks(2), step_cases.warned_of_going_back, str(root))
     assert quiet == [[], [], []]
     assert told[1:] == [[], []]
@@ -241,6 +308,15 @@ def test_the_best_can_not_be_kept_without_its_metric(tmp_path: Path, ranks: Rank
     for text, steps in on(ranks(2), step_cases.keep_best, str(tmp_path / "root")):
         assert text.startswith("KeepBest compares steps by loss, and this save has no such metric; nothing was saved")
         assert steps == [3, 5]
+
+
+def test_the_best_step_is_found_and_what_cannot_be_read_may_be_it(tmp_path: Path, ranks: Ranks) -> None:
+    losses = [0.75, 0.5, float("nan"), 0.5, 2.0]
+    for found, metrics, report, (missing, unreadable) in on(ranks(2), step_cases.find_the_best, str(tmp_path / "root"), losses):
+        assert found == [None, 4, 1 + int(np.nanargmax(losses)), 4]
+        assert metrics == {"loss": 0.5} and "- metrics: loss 0.5" in report
+        assert "no step was saved with metrics={'accuracy': ...}; they were with loss" in missing
+        assert "the metrics of step_00000002 can't be read, and one of them may be the best" in unreadable
 
 
 def test_settings_that_changed_on_resume_are_warned_of(tmp_path: Path, ranks: Ranks) -> None:

@@ -16,7 +16,19 @@ Ranks = Callable[[int], RankPool]
 @pytest.mark.parametrize(
     ("which", "text"),
     [
-        ("extra_state", "extra_state, lr_scheduler, grad_scaler and metrics must be the same on all ranks"),
+        (
+            "extra_state",
+            "extra_state must be the same on all ranks, and extra_state['data']['rank'] is 0 on rank 0 and 1 on rank 1; nothing",
+        ),
+        ("extra_state", "Give all ranks the same; what is a rank's own goes into rank_state="),
+        ("long", "extra_state['order'] differs between rank 0 and rank 1, where it is written alike: [0, 1, 2, 3, 4, 5"),
+        ("left out", "extra_state['only'] is 'first' on rank 0 and missing on rank 1"),
+        ("other order", "the same keys came in another order on other ranks"),
+        (
+            "loss",
+            "metrics must be the same on all ranks, and metrics['loss'] is 0.1 on rank 0 and 0.2 on rank 1; nothing was written. Give",
+        ),
+        ("schedule", "lr_scheduler['0']['settings']['step_size'] is 3 on rank 0 and 4 on rank 1"),
         ("step", "step must be the same on all ranks, and differ: rank 0 1 and rank 1 2"),
         ("tuple", "rank_state is of type tuple"),
         ("metrics", "metrics['loss'] is 'low', not a number"),

@@ -30,6 +30,14 @@ def test_the_clock_of_rank_0_counts(late: int, tmp_path: Path, ranks: Ranks) -> 
     assert ranks(2).run(voting_cases.vote_by_time, str(tmp_path / "root"), late) == [[False, late == 0, False]] * 2
 
 
+def test_a_manager_that_never_says_yes_says_so(tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2).run(voting_cases.warned_of_no_time_to_save, str(tmp_path / "root"))
+    (text,), said = first.pop("nothing")
+    assert text.startswith("voting_cases.py: should_save always says no") and "save_every_steps=" in text
+    assert second.pop("nothing") == ([], said) == ([], [False] * 3)
+    assert first == second == {"steps": ([], [False, True, False]), "stop": ([], [False] * 3)}
+
+
 def test_many_votes_agree(tmp_path: Path, ranks: Ranks) -> None:
     right = [step for step in range(60) if step % 3 < 2]
     assert ranks(2).run(voting_cases.count_votes, str(tmp_path / "root"), 60) == [right] * 2

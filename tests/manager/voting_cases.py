@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
+from pathlib import Path
+from typing import Any
 
 from harness import this_rank
 from manager_runs import build
@@ -55,6 +58,22 @@ def vote_by_time(root: str, late: int) -> list[bool]:
         checkpoints.save(2, model=model, optimizer=optimizer)
         said.append(checkpoints.should_save(3))
     return said
+
+
+def warned_of_no_time_to_save(root: str) -> dict[str, tuple[list[str], list[bool]]]:
+    """Ask three times, of a manager that was told nothing of saving and of others; say what was warned of, and what was said."""
+    told: dict[str, dict[str, Any]] = {
+        "nothing": {"max_to_keep": 4},
+        "steps": {"save_every_steps": 2},
+        "stop": {"stop_signals": [signal.SIGTERM]},
+    }
+    results = {}
+    for name, options in told.items():
+        with CheckpointManager(root, **options) as checkpoints, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said = [checkpoints.should_save(step) for step in (1, 2, 3)]
+        results[name] = [f"{Path(one.filename).name}: {one.message}" for one in caught], said
+    return results
 
 
 def count_votes(root: str, times: int) -> list[int]:

@@ -168,6 +168,13 @@ def test_extra_state_that_json_can_not_hold(case: str, tmp_path: Path, ranks: Ra
     assert listing(tmp_path) == {}
 
 
+def test_extra_state_that_differs_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    for name, message, changed in ranks(2).run(refused_extra_state, "by rank", str(tmp_path / "new"), None):
+        assert (name, changed) == ("RankFailedError", [])
+        assert "extra_state must be the same on all ranks, and extra_state['loss'] is 0.5 on rank 0 and 1.5 on rank 1;" in message
+    assert listing(tmp_path) == {}
+
+
 @pytest.mark.parametrize("timeout", [None, 0, -1.0, float("nan"), "60", True])
 def test_times_that_are_none(timeout: Any, good: Path, tmp_path: Path, ranks: Ranks) -> None:
     for results in zip(*ranks(2).run(refused_timeout, timeout, str(tmp_path / "new"), str(good)), strict=True):

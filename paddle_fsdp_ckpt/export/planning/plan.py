@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ...errors import CheckpointError, counted
+from ...errors import CheckpointError, counted, size_text
 from ...layout import ITEM_SIZES, Layout
 from ...optimizer_states import StateKind
 from ...storage.format import DTYPE_NBYTES, JsonValue
 from ...storage.header import encode_header, in_file_order
 from ..config import CONFIG_NAME, TIED, ModelConfig, read_config_file
-from ..text import Block, BlockReport, Table, size_text
+from ..text import Block, BlockReport, Table
 from .architecture import PlannedUnit, planned_units
 from .pieces import PlannedLayout, planned_layout, rank_pieces
 from .states import PlannedState, planned_states
