@@ -111,7 +111,8 @@ class ShardedTrainer(Trainer):
             self._generators = None
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.control.should_save |= self._checkpoints.should_save(self.state.global_step)
+        if self._checkpoints.has_schedule:  # else only the Trainer's own says when
+            self.control.should_save |= self._checkpoints.should_save(self.state.global_step)
         self.control.should_training_stop |= self._checkpoints.should_stop
         super()._maybe_log_save_evaluate(*args, **kwargs)
 

@@ -142,6 +142,11 @@ class CheckpointManager:
         self._done: list[tuple[int, Root]] = []
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether it was told when to save, by steps, minutes or signals; where it wasn't, :meth:`should_save` always says no."""
+        return self._schedule.is_any
+
+    @property
     def should_stop(self) -> bool:
         """Whether a signal of ``stop_signals`` came on any rank, as of the last :meth:`should_save`."""
         return self._schedule.should_stop

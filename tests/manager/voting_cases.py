@@ -72,6 +72,7 @@ def warned_of_no_time_to_save(root: str) -> dict[str, tuple[list[str], list[bool
         with CheckpointManager(root, **options) as checkpoints, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             said = [checkpoints.should_save(step) for step in (1, 2, 3)]
+            assert checkpoints.has_schedule == (name != "nothing")
         results[name] = [f"{Path(one.filename).name}: {one.message}" for one in caught], said
     return results
 
