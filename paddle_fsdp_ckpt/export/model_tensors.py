@@ -133,11 +133,17 @@ def _check_layers(found: Iterable[dict[str, str]], config: ModelConfig | None) -
         return
     wanted = set(range(config.layers))
     if layers != wanted:
-        lacking, beyond = (listing(map(str, sorted(some))) or "none" for some in (wanted - layers, layers - wanted))
+        texts = [f"has no {_numbered(wanted - layers)}"] if wanted - layers else []
+        texts += [f"has {_numbered(layers - wanted)} besides"] if layers - wanted else []
         raise MismatchError(
-            f"'{config.path}' says num_hidden_layers = {len(wanted)}; of those layers the checkpoint lacks {lacking}, and it has besides "
-            f"{beyond}; give the configuration of this model"
+            f"'{config.path}' says num_hidden_layers = {len(wanted)}, numbered from 0, and the checkpoint {' and '.join(texts)}; give the "
+            "configuration of this model"
         )
+
+
+def _numbered(layers: Collection[int]) -> str:
+    """Return which layers, such as "layer number 2" or "layers number 2, 3"."""
+    return f"{'layer' if len(layers) == 1 else 'layers'} number {listing(map(str, sorted(layers)))}"
 
 
 def _check_described(

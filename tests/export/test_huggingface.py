@@ -174,7 +174,8 @@ def test_a_configuration_of_other_tensors(fused: bool, tmp_path: Path, ranks: Ra
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"num_hidden_layers": 3}, "of those layers the checkpoint lacks 2, and it has besides none"),
+        ("qwen3", {"num_hidden_layers": 3}, "= 3, numbered from 0, and the checkpoint has no layer number 2; give"),
+        ("qwen3", {"num_hidden_layers": 1}, "= 1, numbered from 0, and the checkpoint has layer number 1 besides; give"),
         ("qwen3", {"vocab_size": VOCABULARY + 1}, "'model.embed_tokens.weight' becomes"),
         ("qwen3", {"num_key_value_heads": 3}, "can't be those of 4 query heads and 3 key-value heads"),
         ("qwen3", {"num_key_value_heads": "two"}, "num_key_value_heads = 'two', and a whole number"),

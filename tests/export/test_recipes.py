@@ -122,8 +122,15 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"source": "a"}, r"lacks \['targets'\]"),
-        ({"source": "a", "targets": ["b"], "transposed": True}, r"unknown fields \['transposed'\]"),
+        (
+            {"source": "a"},
+            r"^[^']*'[^']*' is not a recipe: the rule \{'source': 'a'\} lacks 'targets'; a rule's fields are source, targets, ",
+        ),
+        (
+            {"source": "a", "targets": ["b"], "transpos": True},
+            r"\} has 'transpos', which no rule knows \('transpose' perhaps\?\); a rule's fields",
+        ),
+        ({"targets": ["b"], "zzz": 1}, "lacks 'source', and has 'zzz', which no rule knows; a rule's fields"),
         ({"source": "a", "targets": "b"}, "has targets = 'b'"),
         ({"source": "a", "targets": [1]}, r"has targets = \[1\]"),
         ({"source": "a", "targets": ["b"], "transpose": "yes"}, "has transpose = 'yes'"),
