@@ -33,7 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make; missing or empty")
     parser.add_argument("--model", metavar="NAME", help="hf, peft: which one, where the checkpoint holds several under names")
-    parser.add_argument("--config", metavar="DIR", help="hf: where config.json and tokenizer files lie, which are copied")
+    parser.add_argument("--config", metavar="DIR|FILE", help="hf, peft: config.json, or where it lies; hf copies it, with tokenizer files")
     parser.add_argument(
         "--recipe",
         default=AUTO,

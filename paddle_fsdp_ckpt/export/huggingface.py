@@ -106,7 +106,7 @@ def export_huggingface(
         path: the checkpoint directory.
         out: the directory to make; missing or empty.
         recipe: how names and layouts change, see :func:`~.recipes.choose_recipe`.
-        config: directory with ``config.json`` and perhaps tokenizer files, which are copied.
+        config: the model's ``config.json``, or the directory in which it lies; copied, with tokenizer files that lie there.
         dtype: Paddle's name of a floating point type that all floating point tensors get, rounded to the nearest, ties to even; by default
             each keeps its own.
         master_weights: take the values of parameters that have a master weight from that.
@@ -163,17 +163,17 @@ def export_huggingface(
             shown.begin_second(model_nbytes)
             written = write_optimizer(staging, index, states, max_shard_nbytes, shown.show, workers=workers)
             files += [f"{OPTIMIZER_DIRECTORY}/{name}" for name in written]
-        companions = [] if config is None else companion_files(Path(config))
-        for companion in companions:
-            shutil.copyfile(companion, staging / companion.name)
-            sync(staging / companion.name)
+        companions = {} if config is None else companion_files(Path(config))
+        for name, companion in companions.items():
+            shutil.copyfile(companion, staging / name)
+            sync(staging / name)
     return ExportReport(
         source=Path(path),
         path=Path(out),
         recipe=chosen.name,
         tensors=len(tensors),
         nbytes=model_nbytes,
-        files=(*files, INDEX_NAME, *(companion.name for companion in companions)),
+        files=(*files, INDEX_NAME, *companions),
         tied=model.tied,
         notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config), *(() if states is None else states.notes)),
         optimizer_tensors=0 if states is None else len(states.sources),

@@ -74,7 +74,7 @@ def export_peft(
         path: the checkpoint directory, with the base or without.
         out: the directory to make; missing or empty.
         recipe: how names and layouts change, see :func:`~.recipes.choose_recipe`. Of a fused projection each part gets an adapter.
-        config: directory with the ``config.json`` of the base.
+        config: the ``config.json`` of the base, or the directory in which it lies.
         dtype: Paddle's name of a floating point type that all tensors get; by default each keeps its own.
         master_weights: take the values of matrices that have a master weight from that.
         lora_alpha: where the checkpoint doesn't say how adapters scale, they do by ``lora_alpha / r``.

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, MismatchError, TargetExistsError
+from paddle_fsdp_ckpt.export.config import companion_files
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.safetensors_files import INDEX_NAME
 from paddle_fsdp_ckpt.pieces import Piece
@@ -93,11 +94,18 @@ def test_families(family: str, fused: bool, world_size: int, tmp_path: Path, ran
     config = write_config(tmp_path / "config", config_of(family))
     (config / "tokenizer.json").write_text("{}")
     (config / "model.safetensors").write_text("not a companion")
-    report = export_huggingface(tmp_path / "saved", tmp_path / "model", config=config)
+    report = export_huggingface(tmp_path / "saved", tmp_path / "model", config=config / "config.json" if fused else config)
     assert_equal(read_model(tmp_path / "model"), right)
     assert report.recipe == family
     assert {"config.json", "tokenizer.json"} <= set(report.files)
     assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_configuration_of_any_name_is_the_one_that_is_copied(tmp_path: Path) -> None:
+    for name in ("config.json", "mine.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert companion_files(tmp_path) == {name: tmp_path / name for name in ("config.json", "tokenizer.json")}
+    assert companion_files(tmp_path / "mine.json") == {"config.json": tmp_path / "mine.json", "tokenizer.json": tmp_path / "tokenizer.json"}
 
 
 @pytest.mark.parametrize(("experts", "tied"), [(0, True), (3, False)])
