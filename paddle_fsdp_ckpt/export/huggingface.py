@@ -24,6 +24,7 @@ from .optimizer_tensors import OPTIMIZER_DIRECTORY, optimizer_tensors, write_opt
 from .output import OutputTensor
 from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe
+from .recipes.spelling import spelled_for
 from .safetensors_files import INDEX_NAME, write_files
 from .tensors import TensorReader
 from .values import check_values
@@ -132,7 +133,7 @@ def export_huggingface(
     index = open_model(Path(path), model_name)
     contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
-    chosen = choose_recipe(recipe, model_config)
+    chosen = spelled_for(choose_recipe(recipe, model_config), without_lora(contents).model)
     adapted = None
     if optimizer and (base is not None or merge_lora):
         raise CheckpointError("LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer out")

@@ -95,7 +95,7 @@ def optimizer_tensors(index: CheckpointIndex, contents: Contents, recipe: Recipe
     if strange:
         raise MismatchError(
             f"{counted(len(strange), 'state lies', 'states lie')} otherwise than its parameter, which is cut or transposed: "
-            f"{listing(strange)}; leave --optimizer out, or give --recipe none"
+            f"{listing(strange)}; leave --optimizer (optimizer= in Python) out, or use the recipe none"
         )
     counts = Counter(source.name for source in sources)
     twice = [f"'{name}'" for name, count in counts.items() if count > 1]

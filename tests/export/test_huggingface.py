@@ -442,7 +442,7 @@ def test_copies_and_recipes_are_checked_against_the_configuration(tmp_path: Path
     nested = write_config(tmp_path / "nested", {"model_type": "outer", "text_config": fields})
     for name, given, message in (
         ("turned", config, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\]"),
-        ("turned", nested, "--recipe llama .* or leave --config out"),
+        ("turned", nested, r"\(llama for PaddleFormers' names, or a FILE of rules.* or no configuration"),
         ("other", config, r"lacks model\.embed_tokens\.weight, .* has besides .*first\.weight"),
         ("paddle turned", config, r"lacks model\.embed_tokens\.weight, .* has besides .*llama\.embed_tokens\.weight"),
         ("right", write_config(tmp_path / "tied", fields | {"tie_word_embeddings": True}), r"has besides lm_head\.weight"),
@@ -460,8 +460,8 @@ def test_copies_and_recipes_are_checked_against_the_configuration(tmp_path: Path
     rules = [rule(name, name) for name in right if not name.endswith("_proj.weight")]
     rules += [rule(name, name, transpose=True) for name in right if name.endswith("_proj.weight")]
     for name, given, message in (
-        ("right", rules, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\].* \(--recipe llama\), give"),
-        ("turned", [*rules[1:], rule(rules[0]["source"])], r"it lacks .* or leave --config out"),
+        ("right", rules, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\].* \(llama\), give"),
+        ("turned", [*rules[1:], rule(rules[0]["source"])], r"it lacks .* give this model's configuration, or none"),
         ("turned", [*rules[1:], rule(rules[0]["source"], "other")], r"it lacks .*; has besides other\."),
     ):
         recipe.write_text(json.dumps({"name": "mine", "rules": given}))
