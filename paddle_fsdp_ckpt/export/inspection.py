@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from .text import Block, BlockReport, Table, value_text
 
 _LONGEST = 1000
 _WIDTH = 110
+_TEXT_AND_DIGITS = re.compile(r"([^0-9]*)([0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ def _inspect(
     contents = contents_of(index)
     kinds = kinds_of(index, contents)
     manifest = index.manifest
-    listed = [key for key in index.stored if kinds[key] != TRAINER]
+    listed = sorted((key for key in index.stored if kinds[key] != TRAINER), key=_with_numbers)
     chosen = [key for key in listed if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
     if pattern is not None and not chosen:
         raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
@@ -294,6 +296,12 @@ def _inspect(
         manifest is not None,
         None if manifest is None else manifest.extra_state,
     )
+
+
+def _with_numbers(key: str) -> list[tuple[str, int, str]]:
+    """Return what sorts keys as people do: ``layers.2`` before ``layers.10``."""
+    pairs = ((text, digits.lstrip("0")) for text, digits in _TEXT_AND_DIGITS.findall(key))
+    return [(text, len(digits), digits) for text, digits in pairs]
 
 
 def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:

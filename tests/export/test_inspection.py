@@ -64,7 +64,11 @@ def test_keys_and_ranges(tmp_path: Path, ranks: Ranks) -> None:
     # 203 elements and padding to 64 make 320; the first of two ranks keeps 192 of them.
     assert (found.key, found.dtype, found.shape, found.ranges) == ("w", "float32", (40, 5), ("0: [0, 192)", "1: [192, 200)"))
     assert len(inspect_one(tmp_path / "saved", keys="*").keys) == 2
-    with pytest.raises(IncompleteCheckpointError, match="no key of the form 'x'; it has w"):
+    numbers = {f"layers.{i}.{name}": np.zeros(3, np.float32) for i in (10, 2, 1) for name in ("w10", "w9")}
+    ranks(2).run(made_models.save_model, str(tmp_path / "numbers"), numbers)
+    names = [one.key for one in inspect_one(tmp_path / "numbers", keys="*").keys]
+    assert names == [f"layers.{i}.{name}" for i in (1, 2, 10) for name in ("w9", "w10")]
+    with pytest.raises(IncompleteCheckpointError, match="no key of the form 'x'; it has b, w"):
         inspect(tmp_path / "saved", keys="x")
 
 
