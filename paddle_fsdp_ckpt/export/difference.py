@@ -152,7 +152,7 @@ def compare(
     one: str | os.PathLike[str],
     other: str | os.PathLike[str],
     *,
-    keys: str | None = None,
+    keys: str | Sequence[str] | None = None,
     weights_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
@@ -163,7 +163,7 @@ def compare(
     Args:
         one: directory of the first.
         other: directory of the second.
-        keys: compare the keys of this form only, with ``*``, ``?`` and ``[...]`` as in file names, and nothing else.
+        keys: compare the keys of this form only, or of one of these, with ``*``, ``?`` and ``[...]`` as in file names, and nothing else.
         weights_only: compare parameters and buffers only, and nothing else.
         progress: called now and then with the number of bytes of the first that were compared so far, and of all.
 
@@ -172,12 +172,13 @@ def compare(
     """
     indexes = [open_index(Path(path), reserved=True) for path in (one, other)]
     kinds = [kinds_of(index, contents_of(index)) for index in indexes]
-    is_limited = keys is not None or weights_only
-    chosen = [{key: kind for key, kind in some.items() if _is_chosen(key, kind, keys, weights_only)} for some in kinds]
-    if is_limited and not any(chosen):
-        raise IncompleteCheckpointError(
-            f"neither has {MODEL if keys is None else f'a key of the form {keys!r}'}; '{indexes[0].path}' has {listing(kinds[0])}"
-        )
+    patterns = (keys,) if isinstance(keys, str) else tuple(keys or ())
+    is_limited = bool(patterns) or weights_only
+    chosen = [{key: kind for key, kind in some.items() if _is_chosen(key, kind, patterns, weights_only)} for some in kinds]
+    lacking = [repr(one) for one in patterns if not any(fnmatch.fnmatchcase(key, one) for some in chosen for key in some)]
+    if lacking or (is_limited and not any(chosen)):
+        what = f"a key of the form {lacking[0]}" if lacking else MODEL
+        raise IncompleteCheckpointError(f"neither has {what}; '{indexes[0].path}' has {listing(kinds[0])}")
     first, second = indexes
     common = [key for key in first.stored if key in chosen[0] and key in chosen[1]]
     shapes = [FactDifference(key, list(first.global_shape(key)), list(second.global_shape(key))) for key in common]
@@ -204,10 +205,10 @@ def compare(
     )
 
 
-def _is_chosen(key: str, kind: str, pattern: str | None, weights_only: bool) -> bool:
+def _is_chosen(key: str, kind: str, patterns: Sequence[str], weights_only: bool) -> bool:
     if kind == TRAINER or (weights_only and kind != MODEL):
         return False
-    return pattern is None or fnmatch.fnmatchcase(key, pattern)
+    return not patterns or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _compare_values(

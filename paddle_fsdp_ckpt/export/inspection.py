@@ -219,7 +219,7 @@ class Steps(BlockReport):
 def inspect(
     path: str | os.PathLike[str],
     *,
-    keys: str | None = None,
+    keys: str | Sequence[str] | None = None,
     statistics: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Inspection | Steps:
@@ -227,7 +227,7 @@ def inspect(
 
     Args:
         path: the directory; of ours or of stock Paddle's.
-        keys: describe the keys of this form too, with ``*``, ``?`` and ``[...]`` as in file names.
+        keys: describe the keys of this form too, or of one of these, with ``*``, ``?`` and ``[...]`` as in file names.
         statistics: read the values of those keys, of all by default, and say what they are like.
         progress: called now and then with the number of bytes of those values that were read so far, and of all.
 
@@ -237,8 +237,8 @@ def inspect(
     directory = Path(path)
     inside = checkpoints_in(directory)
     if not inside:
-        pattern = "*" if statistics and keys is None else keys
-        return _inspect(directory, pattern, statistics=statistics, progress=progress)
+        patterns = (keys,) if isinstance(keys, str) else tuple(keys or ())
+        return _inspect(directory, patterns or ("*",) * statistics, statistics=statistics, progress=progress)
     if keys is not None or statistics:
         raise CheckpointError(
             f"'{directory}' holds {counted(len(inside), 'checkpoint')}; keys can be listed of one of them: {listing(_names(inside))}"
@@ -246,7 +246,7 @@ def inspect(
     found, problems = [], []
     for one in inside:
         try:
-            found.append(_inspect(one, None))
+            found.append(_inspect(one))
         except CheckpointError as error:
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
@@ -263,16 +263,18 @@ def _names(paths: list[Path]) -> list[str]:
 
 @while_reading("path")
 def _inspect(
-    path: Path, pattern: str | None, *, statistics: bool = False, progress: Callable[[int, int], None] | None = None
+    path: Path, patterns: Sequence[str] = (), *, statistics: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Inspection:
     index = open_index(path, reserved=True)
     contents = contents_of(index)
     kinds = kinds_of(index, contents)
     manifest = index.manifest
     listed = sorted((key for key in index.stored if kinds[key] != TRAINER), key=_with_numbers)
-    chosen = [key for key in listed if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
-    if pattern is not None and not chosen:
-        raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
+    like = {pattern: set(fnmatch.filter(listed, pattern)) for pattern in patterns}
+    for pattern, some in like.items():
+        if not some:
+            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
+    chosen = [key for key in listed if any(key in some for some in like.values())]
     problems = plan_whole(index, index.keys()).problems.uncovered
     broken = {problem.key for problem in problems}
     readable = [key for key in chosen if statistics and key not in broken]

@@ -86,6 +86,16 @@ def test_it_runs_as_a_module_without_paddle(checkpoint: Path, tmp_path: Path) ->
     assert done.stdout.startswith("paddle-fsdp-ckpt ")
 
 
+def test_numbers_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    assert main(["plan", str(tmp_path), "--json", "--world-size", "2", "--world-size", "4,8", "2"]) == 0
+    assert [one["world_size"] for one in json.loads(capsys.readouterr().out)["worlds"]] == [2, 4, 8]
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), "--world-size", "2,0"])
+    assert "argument --world-size: '0' is not a whole number from 1 on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_progress_is_shown_on_a_terminal_and_nothing_is_left_of_it(checkpoint: Path, with_rich: bool) -> None:
     terminal = Terminal()
