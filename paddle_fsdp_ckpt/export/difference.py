@@ -22,6 +22,10 @@ from .text import Block, BlockReport, Table
 from .values import Array, Part, check_values, iter_values
 
 _SHOWN = 20
+_COLUMNS = (
+    "(largest: of all differences |a - b|; relative: of all |a - b| divided by the larger of |a| and |b|, from 0 to 2; not finite: how "
+    "many are NaN or infinite on one side)"
+)
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,12 @@ class Difference(BlockReport):
         of_model = [one for one in self.values if one.kind == MODEL]
         others = self.compared - self.compared_model
         if self.compared_model:
-            yield from _value_blocks(of_model, f"{self.compared_model:,} {MODEL}")
+            yield from _value_blocks(of_model, self.compared_model, f"{self.compared_model:,} {MODEL}")
         if others:
-            yield from _value_blocks(self.values[len(of_model) :], counted(others, "other key" if self.compared_model else "key"))
+            of_what = counted(others, "other key" if self.compared_model else "key")
+            yield from _value_blocks(self.values[len(of_model) :], others, of_what)
+        if self.values:
+            yield _COLUMNS
         if not self.compared:
             yield ""
             yield "no values were compared: no key is in both with one shape"
@@ -137,10 +144,12 @@ class Difference(BlockReport):
         yield from (f"(not compared: {what})" for what in self.left_out)
 
 
-def _value_blocks(values: Sequence[ValueDifference], of_what: str) -> Iterator[Block]:
+def _value_blocks(values: Sequence[ValueDifference], count: int, of_what: str) -> Iterator[Block]:
     yield ""
-    yield f"the values of {len(values):,} of {of_what} differ"
-    if values:
+    if not values:
+        yield f"all {of_what} are equal" if count > 1 else f"{of_what}: equal"
+    else:
+        yield f"the values of {len(values):,} of {of_what} differ"
         rows = [one.cells() for one in values[:_SHOWN]]
         yield Table(["key", "elements", "largest", "relative", "not finite"], rows, right={1, 2, 3, 4})
         if len(values) > _SHOWN:
