@@ -74,8 +74,11 @@ def metrics_of(index: CheckpointIndex) -> dict[str, JsonValue]:
     if METRICS_KEY not in index:
         return {}
     try:
-        return dict(parse_json(_bytes(index, METRICS_KEY).decode(), allow_nan=True))
-    except (ValueError, TypeError) as error:
+        metrics = parse_json(_bytes(index, METRICS_KEY).decode(), allow_nan=True)
+        if not isinstance(metrics, dict):
+            raise ValueError(f"a {type(metrics).__name__}")
+        return metrics
+    except ValueError as error:
         raise CorruptCheckpointError(f"'{index.path}': the metrics there are not what a manager writes ({cut_text(error)})") from error
 
 

@@ -15,7 +15,7 @@ from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
 from .contents import Contents, contents_of
-from .lora import fits_recipe, is_lora_key, unwrapped, without_lora
+from .lora import fits_recipe, is_lora_key, unwrapped, weight_names, without_lora
 from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
@@ -133,10 +133,12 @@ def export_huggingface(
     index = open_model(Path(path), model_name)
     contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
-    chosen = spelled_for(choose_recipe(recipe, model_config), without_lora(contents).model)
+    chosen = spelled_for(choose_recipe(recipe, model_config), [*without_lora(contents).model, *weight_names(index)])
     adapted = None
     if optimizer and (base is not None or merge_lora):
-        raise CheckpointError("LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer out")
+        raise CheckpointError(
+            "LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer (optimizer=) out"
+        )
     if base is not None or merge_lora:
         adapted = adapted_model(
             _unwrapped(index, chosen) if base is None else index,
@@ -190,10 +192,14 @@ def _unwrapped(index: CheckpointIndex, recipe: Recipe) -> CheckpointIndex:
 def _check_not_adapted(index: CheckpointIndex, contents: Contents, recipe: Recipe) -> None:
     """Raise where a checkpoint holds LoRA adapters that nobody said what to do with."""
     if index.manifest is not None and index.manifest.base:
-        raise CheckpointError(f"'{index.path}' was saved without its base; give that by --base DIR, or export the adapters, --to peft")
+        raise CheckpointError(
+            f"'{index.path}' was saved without its base; give that by --base DIR (base=), or export the adapters, --to peft"
+        )
     lora = [key for key in contents.model if is_lora_key(key)]
     if lora and not all(any(rule.match(key) is not None for rule in recipe.rules) for key in lora):
-        raise CheckpointError(f"'{index.path}' holds LoRA adapters, such as '{lora[0]}'; say --merge-lora, or export them, --to peft")
+        raise CheckpointError(
+            f"'{index.path}' holds LoRA adapters, such as '{lora[0]}'; say --merge-lora (merge_lora=), or export them, --to peft"
+        )
 
 
 def _dtype_notes(tensors: list[OutputTensor], config: ModelConfig | None) -> list[str]:

@@ -35,7 +35,7 @@ class Optimizer:
         """Yield what is set, the most important first: the learning rate now, its schedule, and of each group decay and clipping."""
         rate = self.learning_rate
         if "scheduler" in rate:
-            state = dict(rate.get("state", {}))
+            state = dict(rate["state"]) if isinstance(rate.get("state"), dict) else {}
             now = state.pop("last_lr", None)
             yield f"{self.cls}, learning rate {'not noted' if now is None else value_text(now, _LONGEST)}"
             schedule = {name: value for name, value in rate.items() if name != "scheduler"} | {"state": state}
