@@ -155,8 +155,10 @@ def test_what_shapes_say_of_a_self_written_llama() -> None:
     with pytest.raises(MismatchError, match="no 'model.embed_tokens.weight'"):
         check_layout(recipe, {name: shape for name, shape in shapes.items() if "embed" not in name})
     # Fused projections of another's are not taken, nor are names of both kinds at once.
-    for keys in ([*arrays, "model.layers.0.self_attn.qkv_proj.weight"], [*arrays, "llama.norm.weight"]):
-        assert spelled_for(RECIPES["llama"], keys) is RECIPES["llama"]
+    for other in ("model.layers.0.self_attn.qkv_proj.weight", "llama.norm.weight"):
+        with pytest.raises(MismatchError, match=f"1 key is taken by no rule: '{other}'"):
+            spelled_for(RECIPES["llama"], [*arrays, other]).rules_of([*arrays, other])
+    assert spelled_for(RECIPES["llama"], ["lm_head.weight", "x"]) is RECIPES["llama"]
     check_layout(RECIPES["llama"], dict.fromkeys(as_in_paddle("llama", published("llama"), fused=False), (1, 1)))
 
 

@@ -295,7 +295,7 @@ def _forms(keys: Sequence[str]) -> str:
         forms.setdefault(_form(key), []).append(key)
     shown = [f"'{first}'{f' and {len(others):,} like it' if others else ''}" for first, *others in forms.values()]
     rest = len(shown) - _FORMS
-    return ", ".join(shown[:_FORMS]) + (f", ... ({rest:,} more forms)" if rest > 0 else "")
+    return ", ".join(shown[:_FORMS]) + (f", ... ({counted(rest, 'more form')})" if rest > 0 else "")
 
 
 def _fill(target: str, values: Mapping[str, str]) -> str:

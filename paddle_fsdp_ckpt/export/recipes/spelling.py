@@ -18,7 +18,7 @@ _TO_HIDDEN = ("o_proj.weight", "down_proj.weight")
 
 
 def spelled_for(recipe: Recipe, keys: Iterable[str]) -> Recipe:
-    """Return the recipe for the same names with another beginning, where the keys fit that and not the recipe; else the recipe.
+    """Return the recipe, or that for the same names with another beginning: the one that takes most of the keys.
 
     Fused projections it doesn't take: how somebody else lays them out isn't known.
 
@@ -28,7 +28,11 @@ def spelled_for(recipe: Recipe, keys: Iterable[str]) -> Recipe:
     """
     names = list(keys)
     spellings = [recipe, *(_spelled(recipe, prefix) for prefix in recipe.prefixes[1:])]
-    return next((one for one in spellings if one.fits(names)), recipe)
+    for one in spellings:
+        if one.fits(names):
+            return one
+    # Where none takes all, what the nearest says of the rest is the shortest error.
+    return max(spellings, key=lambda one: sum(one.fits([name]) for name in names))
 
 
 def check_layout(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
