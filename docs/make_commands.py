@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -34,7 +35,7 @@ from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_n
 from paddle_fsdp_ckpt.storage.writer import write_rank_file  # noqa: E402
 
 PAGE, PICTURE = "commands.md", "shard_map.png"
-_LINES, _WIDTH = 25, 200
+_LINES, _WIDTH = 28, 200
 """What is cut off on the page."""
 
 _TINY = {
@@ -170,7 +171,12 @@ def _write_checkpoint(path: Path, step: int, ranks: int, decay: float) -> None:
         records.append(write_rank_file(path / rank_file_name(rank), [(piece, _values(piece, step)) for piece in pieces]))
     names = [slot.name for buffer in layout.buffers for slot in buffer.slots]
     settings = {"weight_decay": decay, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "grad_clip": None}
-    schedule = {"scheduler": "CosineAnnealingDecay", "state": {"last_epoch": step}, "settings": {"T_max": 1000, "base_lr": 0.001}}
+    rate = 0.001 * (1 + math.cos(math.pi * step / 1000)) / 2
+    schedule = {
+        "scheduler": "CosineAnnealingDecay",
+        "state": {"last_epoch": step, "last_lr": rate},
+        "settings": {"T_max": 1000, "base_lr": 0.001},
+    }
     optimizer = {
         "class": "AdamW",
         "groups": [{"parameters": names, "settings": settings}],

@@ -18,6 +18,7 @@ from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
 from .export.recipes.rules import Rule, TensorSource, apply_rule
+from .export.recipes.spelling import check_layout, spelled_for
 from .fsdp import dtype_name
 from .huggingface_reading import Reading
 from .layout import Range
@@ -108,8 +109,11 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
     assert subjects.model is not None
     index = read_huggingface_index(path)
     config = read_config(path) if (path / CONFIG_NAME).exists() else None
-    chosen = choose_recipe(recipe, config)
-    rules = chosen.rules_of(sorted(subjects.model_keys()))
+    keys = sorted(subjects.model_keys())
+    chosen = spelled_for(choose_recipe(recipe, config), keys)
+    rules = chosen.rules_of(keys)
+    tensors = list(_tensors(subjects))
+    check_layout(chosen, {name: tensor.shape for tensor in tensors for name in tensor.names})
     heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, compare=compare)
     weights = subjects.sharding.model_weights(subjects.model)
     for key, weight in weights.items():
@@ -118,7 +122,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
     targets: list[TensorTarget] = []
     tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
     problems: list[str] = []
-    for tensor in _tensors(subjects):
+    for tensor in tensors:
         found: list[tuple[TensorSource, ...]] = []
         for key in tensor.names:
             head = heads.get(key)

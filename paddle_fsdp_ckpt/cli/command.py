@@ -26,8 +26,10 @@ class Command:
         help: what it does.
         add_arguments: adds what it is given on the command line; ``--json`` comes by itself.
         run: does it, and says whether all is good.
+        directories: how many it is given, which may come behind the patterns of ``--keys``, the one option of it with words; 0 elsewhere.
     """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], tuple[Report, bool]]
+    directories: int = 0

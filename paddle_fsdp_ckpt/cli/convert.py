@@ -28,11 +28,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         choices=["hf", "fc", "peft"],
-        help="hf: a Hugging Face model; fc: a checkpoint; peft: LoRA adapters alone",
+        help="hf: a Hugging Face model out of a checkpoint; fc: a checkpoint out of a Hugging Face model (FlexCheckpoint is what Paddle "
+        "calls its format, and ours is one of its kind); peft: LoRA adapters alone, out of a checkpoint",
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make; missing or empty")
     parser.add_argument("--model", metavar="NAME", help="hf, peft: which one, where the checkpoint holds several under names")
-    parser.add_argument("--config", metavar="DIR", help="hf: where config.json and tokenizer files lie, which are copied")
+    parser.add_argument("--config", metavar="DIR|FILE", help="hf, peft: config.json, or where it lies; hf copies it, with tokenizer files")
     parser.add_argument(
         "--recipe",
         default=AUTO,

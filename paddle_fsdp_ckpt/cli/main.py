@@ -18,7 +18,7 @@ from ..version import __version__
 from .command import Command, Report
 from .convert import CONVERT
 from .look import DIFF, INSPECT
-from .options import positive
+from .options import directories_first, positive
 from .plan import PLAN
 from .plot import PLOT
 from .show import show
@@ -68,7 +68,9 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit status."""
-    parsed = _parser().parse_args(arguments)
+    name, *words = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    count = _COMMANDS[name].directories if name in _COMMANDS else 0
+    parsed = _parser().parse_args([*([name] if name else []), *(directories_first(words, count) if count else words)])
     try:
         report, is_good = _COMMANDS[parsed.command].run(parsed)
     except CheckpointError as error:

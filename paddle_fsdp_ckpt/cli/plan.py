@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 
 from ..export.planning.plan import DEFAULT_OPTIMIZER, plan_run
 from ..optimizer_states import CATALOG
 from .command import Command, Report
-from .options import DTYPES, positive
+from .options import DTYPES, positives
 
 _OPTIMIZERS = {name.lower(): name for name in CATALOG}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.json", help="a Hugging Face model's configuration, or the directory in which it lies")
-    parser.add_argument("--world-size", type=positive, nargs="+", required=True, metavar="N", help="numbers of ranks")
+    parser.add_argument(
+        "--world-size",
+        type=positives,
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="N",
+        help="numbers of ranks, with blanks or commas between them",
+    )
     parser.add_argument(
         "--optimizer",
         type=str.lower,
@@ -34,7 +43,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[Report, bool]:
     report = plan_run(
         arguments.config,
-        arguments.world_size,
+        list(dict.fromkeys(chain.from_iterable(arguments.world_size))),
         optimizer=_OPTIMIZERS[arguments.optimizer],
         dtype=DTYPES.get(arguments.dtype),
         master_weights=arguments.master_weights,

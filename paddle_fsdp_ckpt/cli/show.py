@@ -10,7 +10,7 @@ from ..export.text import BlockReport
 from .command import Report
 
 _NARROW = 16
-"""What a column of text may be cut down to."""
+"""What a column of text may be cut down to, where none of its words is longer."""
 _BETWEEN = 3
 """What a column takes beside its text: blanks around it, and one for the box."""
 
@@ -37,9 +37,14 @@ def _show_richly(report: BlockReport) -> bool:
         if isinstance(block, str):
             console.print(Text(block), soft_wrap=True)
             continue
-        # Narrow columns, and numbers, stay on one line; where not even these fit, a row has two lines.
-        widths = [max(map(len, column)) for column in zip(block.titles, *block.rows, strict=True)]
-        least = [width if number in block.right else min(width, _NARROW) for number, width in enumerate(widths)]
+        # Narrow columns, and numbers, stay on one line, and words, such as names, whole; where not even these fit, a row has two lines.
+        columns = [list(column) for column in zip(block.titles, *block.rows, strict=True)]
+        widths = [max(map(len, column)) for column in columns]
+        words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+        least = [
+            width if number in block.right else max(min(width, _NARROW), word)
+            for number, (width, word) in enumerate(zip(widths, words, strict=True))
+        ]
         if sum(least) + _BETWEEN * len(least) > console.width:
             for line in block.narrow_lines():
                 console.print(Text(line), soft_wrap=True)

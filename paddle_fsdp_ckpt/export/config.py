@@ -90,26 +90,18 @@ class ModelConfig:
         return value
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Read the ``config.json`` of a directory.
+def read_config(path: Path) -> ModelConfig:
+    """Read a ``config.json``, or the one in a directory.
 
     Raises:
         CheckpointError: there is none, or it is malformed.
     """
-    path = directory / CONFIG_NAME
+    if path.is_dir():
+        path = path / CONFIG_NAME
     if not path.is_file():
-        raise CheckpointError(f"there is no '{path}'; --config wants the directory of a model in Hugging Face's form")
-    return read_config_file(path)
-
-
-def read_config_file(path: Path) -> ModelConfig:
-    """Read a ``config.json``.
-
-    Raises:
-        CheckpointError: it isn't there, or is malformed.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"there is no file '{path}'; give the config.json of a model in Hugging Face's form")
+        raise CheckpointError(
+            f"there is no file '{path}'; give the {CONFIG_NAME} of a model in Hugging Face's form, or the directory in which it lies"
+        )
     if path.stat().st_size > _MAX_NBYTES:
         raise CheckpointError(f"'{path}' has {path.stat().st_size} bytes, which no model's configuration has; it was not read")
     try:
@@ -126,6 +118,13 @@ def read_config_file(path: Path) -> ModelConfig:
     return ModelConfig(path, tuple(levels))
 
 
-def companion_files(directory: Path) -> list[Path]:
-    """Return the files beside a model's weights that are to go with them: configuration and tokenizer; sorted."""
-    return sorted(path for path in directory.iterdir() if path.is_file() and any(fnmatch.fnmatch(path.name, one) for one in _COMPANIONS))
+def companion_files(config: Path) -> dict[str, Path]:
+    """Return the files that are to go with a model's weights, configuration and tokenizer, by the names that they get; sorted.
+
+    Args:
+        config: the configuration, whatever it is called, beside which the others lie; or the directory in which all lie.
+    """
+    directory = config if config.is_dir() else config.parent
+    beside = sorted(path for path in directory.iterdir() if path.is_file() and any(fnmatch.fnmatch(path.name, one) for one in _COMPANIONS))
+    files = {path.name: path for path in beside}
+    return files if config.is_dir() else dict(sorted((files | {CONFIG_NAME: config}).items()))

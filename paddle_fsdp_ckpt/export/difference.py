@@ -22,6 +22,10 @@ from .text import Block, BlockReport, Table
 from .values import Array, Part, check_values, iter_values
 
 _SHOWN = 20
+_COLUMNS = (
+    "(largest: of all differences |a - b|; relative: of all |a - b| divided by the larger of |a| and |b|, from 0 to 2; not finite: how "
+    "many are NaN or infinite on one side)"
+)
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,12 @@ class Difference(BlockReport):
         of_model = [one for one in self.values if one.kind == MODEL]
         others = self.compared - self.compared_model
         if self.compared_model:
-            yield from _value_blocks(of_model, f"{self.compared_model:,} {MODEL}")
+            yield from _value_blocks(of_model, self.compared_model, f"{self.compared_model:,} {MODEL}")
         if others:
-            yield from _value_blocks(self.values[len(of_model) :], counted(others, "other key" if self.compared_model else "key"))
+            of_what = counted(others, "other key" if self.compared_model else "key")
+            yield from _value_blocks(self.values[len(of_model) :], others, of_what)
+        if self.values:
+            yield _COLUMNS
         if not self.compared:
             yield ""
             yield "no values were compared: no key is in both with one shape"
@@ -137,10 +144,12 @@ class Difference(BlockReport):
         yield from (f"(not compared: {what})" for what in self.left_out)
 
 
-def _value_blocks(values: Sequence[ValueDifference], of_what: str) -> Iterator[Block]:
+def _value_blocks(values: Sequence[ValueDifference], count: int, of_what: str) -> Iterator[Block]:
     yield ""
-    yield f"the values of {len(values):,} of {of_what} differ"
-    if values:
+    if not values:
+        yield f"all {of_what} are equal" if count > 1 else f"{of_what}: equal"
+    else:
+        yield f"the values of {len(values):,} of {of_what} differ"
         rows = [one.cells() for one in values[:_SHOWN]]
         yield Table(["key", "elements", "largest", "relative", "not finite"], rows, right={1, 2, 3, 4})
         if len(values) > _SHOWN:
@@ -152,7 +161,7 @@ def compare(
     one: str | os.PathLike[str],
     other: str | os.PathLike[str],
     *,
-    keys: str | None = None,
+    keys: str | Sequence[str] | None = None,
     weights_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
@@ -163,7 +172,7 @@ def compare(
     Args:
         one: directory of the first.
         other: directory of the second.
-        keys: compare the keys of this form only, with ``*``, ``?`` and ``[...]`` as in file names, and nothing else.
+        keys: compare the keys of this form only, or of one of these, with ``*``, ``?`` and ``[...]`` as in file names, and nothing else.
         weights_only: compare parameters and buffers only, and nothing else.
         progress: called now and then with the number of bytes of the first that were compared so far, and of all.
 
@@ -172,12 +181,13 @@ def compare(
     """
     indexes = [open_index(Path(path), reserved=True) for path in (one, other)]
     kinds = [kinds_of(index, contents_of(index)) for index in indexes]
-    is_limited = keys is not None or weights_only
-    chosen = [{key: kind for key, kind in some.items() if _is_chosen(key, kind, keys, weights_only)} for some in kinds]
-    if is_limited and not any(chosen):
-        raise IncompleteCheckpointError(
-            f"neither has {MODEL if keys is None else f'a key of the form {keys!r}'}; '{indexes[0].path}' has {listing(kinds[0])}"
-        )
+    patterns = (keys,) if isinstance(keys, str) else tuple(keys or ())
+    is_limited = bool(patterns) or weights_only
+    chosen = [{key: kind for key, kind in some.items() if _is_chosen(key, kind, patterns, weights_only)} for some in kinds]
+    lacking = [repr(one) for one in patterns if not any(fnmatch.fnmatchcase(key, one) for some in chosen for key in some)]
+    if lacking or (is_limited and not any(chosen)):
+        what = f"a key of the form {lacking[0]}" if lacking else MODEL
+        raise IncompleteCheckpointError(f"neither has {what}; '{indexes[0].path}' has {listing(kinds[0])}")
     first, second = indexes
     common = [key for key in first.stored if key in chosen[0] and key in chosen[1]]
     shapes = [FactDifference(key, list(first.global_shape(key)), list(second.global_shape(key))) for key in common]
@@ -204,10 +214,10 @@ def compare(
     )
 
 
-def _is_chosen(key: str, kind: str, pattern: str | None, weights_only: bool) -> bool:
+def _is_chosen(key: str, kind: str, patterns: Sequence[str], weights_only: bool) -> bool:
     if kind == TRAINER or (weights_only and kind != MODEL):
         return False
-    return pattern is None or fnmatch.fnmatchcase(key, pattern)
+    return not patterns or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _compare_values(

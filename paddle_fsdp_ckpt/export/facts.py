@@ -62,6 +62,26 @@ def fact_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iterato
     yield from _kept_differences(_kept(first), _kept(second), one.extra_state is None and other.extra_state is None)
 
 
+def metrics_of(index: CheckpointIndex) -> dict[str, JsonValue]:
+    """Return the metrics that a manager was given with a checkpoint, by name; none where there are none.
+
+    Args:
+        index: of the checkpoint, with reserved keys.
+
+    Raises:
+        CheckpointError: they can't be read.
+    """
+    if METRICS_KEY not in index:
+        return {}
+    try:
+        metrics = parse_json(_bytes(index, METRICS_KEY).decode(), allow_nan=True)
+        if not isinstance(metrics, dict):
+            raise ValueError(f"a {type(metrics).__name__}")
+        return metrics
+    except ValueError as error:
+        raise CorruptCheckpointError(f"'{index.path}': the metrics there are not what a manager writes ({cut_text(error)})") from error
+
+
 @dataclass(frozen=True)
 class _Kept:
     """What a manager kept beside a model and its optimizers, as far as it is the same on all ranks."""
@@ -75,8 +95,7 @@ def _kept(index: CheckpointIndex) -> _Kept:
     """Read it; of a checkpoint of ``save`` alone there is nothing."""
     try:
         text, arrays = text_and_arrays(_bytes(index, COMMON_KEY)) if COMMON_KEY in index else ("{}", memoryview(b""))
-        metrics = parse_json(_bytes(index, METRICS_KEY).decode(), allow_nan=True) if METRICS_KEY in index else {}
-        return _Kept(dict(parse_json(text, allow_nan=True)), bytes(arrays), metrics)
+        return _Kept(dict(parse_json(text, allow_nan=True)), bytes(arrays), metrics_of(index))
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"'{index.path}': what a manager kept there is not what it writes ({cut_text(error)})") from error
 

@@ -15,7 +15,7 @@ from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
 from .contents import Contents, contents_of
-from .lora import fits_recipe, is_lora_key, unwrapped, without_lora
+from .lora import fits_recipe, is_lora_key, unwrapped, weight_names, without_lora
 from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
@@ -24,6 +24,7 @@ from .optimizer_tensors import OPTIMIZER_DIRECTORY, optimizer_tensors, write_opt
 from .output import OutputTensor
 from .recipes import AUTO, choose_recipe
 from .recipes.rules import Recipe
+from .recipes.spelling import spelled_for
 from .safetensors_files import INDEX_NAME, write_files
 from .tensors import TensorReader
 from .values import check_values
@@ -106,7 +107,7 @@ def export_huggingface(
         path: the checkpoint directory.
         out: the directory to make; missing or empty.
         recipe: how names and layouts change, see :func:`~.recipes.choose_recipe`.
-        config: directory with ``config.json`` and perhaps tokenizer files, which are copied.
+        config: the model's ``config.json``, or the directory in which it lies; copied, with tokenizer files that lie there.
         dtype: Paddle's name of a floating point type that all floating point tensors get, rounded to the nearest, ties to even; by default
             each keeps its own.
         master_weights: take the values of parameters that have a master weight from that.
@@ -132,10 +133,12 @@ def export_huggingface(
     index = open_model(Path(path), model_name)
     contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
-    chosen = choose_recipe(recipe, model_config)
+    chosen = spelled_for(choose_recipe(recipe, model_config), [*without_lora(contents).model, *weight_names(index)])
     adapted = None
     if optimizer and (base is not None or merge_lora):
-        raise CheckpointError("LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer out")
+        raise CheckpointError(
+            "LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer (optimizer=) out"
+        )
     if base is not None or merge_lora:
         adapted = adapted_model(
             _unwrapped(index, chosen) if base is None else index,
@@ -163,17 +166,17 @@ def export_huggingface(
             shown.begin_second(model_nbytes)
             written = write_optimizer(staging, index, states, max_shard_nbytes, shown.show, workers=workers)
             files += [f"{OPTIMIZER_DIRECTORY}/{name}" for name in written]
-        companions = [] if config is None else companion_files(Path(config))
-        for companion in companions:
-            shutil.copyfile(companion, staging / companion.name)
-            sync(staging / companion.name)
+        companions = {} if config is None else companion_files(Path(config))
+        for name, companion in companions.items():
+            shutil.copyfile(companion, staging / name)
+            sync(staging / name)
     return ExportReport(
         source=Path(path),
         path=Path(out),
         recipe=chosen.name,
         tensors=len(tensors),
         nbytes=model_nbytes,
-        files=(*files, INDEX_NAME, *(companion.name for companion in companions)),
+        files=(*files, INDEX_NAME, *companions),
         tied=model.tied,
         notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config), *(() if states is None else states.notes)),
         optimizer_tensors=0 if states is None else len(states.sources),
@@ -189,10 +192,14 @@ def _unwrapped(index: CheckpointIndex, recipe: Recipe) -> CheckpointIndex:
 def _check_not_adapted(index: CheckpointIndex, contents: Contents, recipe: Recipe) -> None:
     """Raise where a checkpoint holds LoRA adapters that nobody said what to do with."""
     if index.manifest is not None and index.manifest.base:
-        raise CheckpointError(f"'{index.path}' was saved without its base; give that by --base DIR, or export the adapters, --to peft")
+        raise CheckpointError(
+            f"'{index.path}' was saved without its base; give that by --base DIR (base=), or export the adapters, --to peft"
+        )
     lora = [key for key in contents.model if is_lora_key(key)]
     if lora and not all(any(rule.match(key) is not None for rule in recipe.rules) for key in lora):
-        raise CheckpointError(f"'{index.path}' holds LoRA adapters, such as '{lora[0]}'; say --merge-lora, or export them, --to peft")
+        raise CheckpointError(
+            f"'{index.path}' holds LoRA adapters, such as '{lora[0]}'; say --merge-lora (merge_lora=), or export them, --to peft"
+        )
 
 
 def _dtype_notes(tensors: list[OutputTensor], config: ModelConfig | None) -> list[str]:

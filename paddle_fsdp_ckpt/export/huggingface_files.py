@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
+from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
 from ..storage.entries import Box, Entry
 from ..storage.format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, JsonValue, cut_text, parse_json
 from ..storage.header import METADATA_KEY, header_nbytes
 from ..storage.index import CheckpointIndex
+from ..storage.stock import is_stock
+from .roots import checkpoints_in, is_checkpoint
 from .safetensors_files import INDEX_NAME
 
 COMPUTED = ".rotary_emb.inv_freq"
@@ -30,7 +32,7 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
         IncompleteCheckpointError: there is no model, or a file of it is missing.
         CorruptCheckpointError: a file is malformed, or not of this model.
         UnsafeCheckpointError: the index names files that are not plain names, or something is beyond all sizes.
-        CheckpointError: the files lie in several directories, or have a dtype that Paddle lacks.
+        CheckpointError: it is a checkpoint, the files lie in several directories, or have a dtype that Paddle lacks.
     """
     if not directory.is_dir():
         raise IncompleteCheckpointError(
@@ -41,6 +43,8 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
     names = sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE_NAME]
     paths = [Path(os.path.realpath(directory / name)) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if not path.is_file()]
+    if missing and weight_map is None:
+        _refuse_checkpoints(directory)
     if missing:
         raise IncompleteCheckpointError(
             f"'{directory}' lacks {listing(missing)}; a model in safetensors files is needed, download it again"
@@ -61,6 +65,19 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
     if lacking:
         raise IncompleteCheckpointError(f"the files of '{directory}' lack {listing(lacking)}, which the index names; download them again")
     return index
+
+
+def _refuse_checkpoints(directory: Path) -> None:
+    """Raise where a directory that is no Hugging Face model is a checkpoint, or holds some: the way is the other one then."""
+    way_out = "`convert DIR --to hf OUT` (export_huggingface) makes a Hugging Face model of it, and load(path, model=model) reads it"
+    if is_checkpoint(directory):
+        whose = "stock Paddle's" if is_stock(directory) else "this package's"
+        raise CheckpointError(f"'{directory}' is a checkpoint already, {whose}, not a Hugging Face model: {way_out}")
+    if inside := checkpoints_in(directory):
+        names = listing(one.name for one in inside)
+        raise CheckpointError(
+            f"'{directory}' is no Hugging Face model, and holds {counted(len(inside), 'checkpoint')}: {names}. Of one of them, {way_out}"
+        )
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:

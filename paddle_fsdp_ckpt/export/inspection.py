@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-import textwrap
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,14 +17,19 @@ from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_whole
 from ..storage.read_lock import while_reading
+from ..storage.reserved_keys import METRICS_KEY
 from ..storage.stock import open_index
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
-from .roots import checkpoints_in
+from .facts import metrics_of
+from .optimizer_description import Optimizer, described_optimizer
+from .roots import checkpoints_counted, checkpoints_in, no_checkpoints
 from .statistics import Statistics, statistics_of
 from .text import Block, BlockReport, Table, value_text
 
 _LONGEST = 1000
-_WIDTH = 110
+_MOST_METRICS = 6
+"""Of how many metrics a table of checkpoints has columns."""
+_TEXT_AND_DIGITS = re.compile(r"([^0-9]*)([0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -36,23 +41,6 @@ class Amount:
     keys: int
     elements: int
     nbytes: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """A param group of an optimizer: how many parameters it has, and its hyper-parameters."""
-
-    parameters: int
-    settings: JsonValue
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What a checkpoint says of an optimizer."""
-
-    cls: str
-    groups: tuple[Group, ...]
-    learning_rate: JsonValue
 
 
 @dataclass(frozen=True)
@@ -97,6 +85,7 @@ class Inspection(BlockReport):
         problems: keys that are not whole, in words.
         has_digests: whether the values can be checked.
         extra_state: the caller's own, where it is plain JSON.
+        metrics: what a manager was given as such, by name.
     """
 
     path: Path
@@ -115,6 +104,7 @@ class Inspection(BlockReport):
     problems: tuple[str, ...]
     has_digests: bool
     extra_state: JsonValue
+    metrics: dict[str, JsonValue]
 
     @property
     def is_good(self) -> bool:
@@ -138,6 +128,7 @@ class Inspection(BlockReport):
             facts.append(
                 ("holds", f"what trains, without its base, {counted(len(self.base), 'parameter')} of {counted(elements, 'element')}")
             )
+        facts += [("metrics", value_text(self.metrics, _LONGEST))] if self.metrics else []
         facts += [("extra_state", value_text(self.extra_state, _LONGEST))] if self.extra_state is not None else []
         facts.append(("health", self._health()))
         width = max(len(name) for name, _ in facts)
@@ -147,9 +138,7 @@ class Inspection(BlockReport):
         yield Table(["what", "dtype", "keys", "elements", "size"], rows, right={2, 3, 4})
         for optimizer in self.optimizers:
             yield ""
-            yield from _wrap(f"{optimizer.cls}, learning rate {value_text(optimizer.learning_rate, _LONGEST)}", "")
-            for group in optimizer.groups:
-                yield from _wrap(f"{counted(group.parameters, 'parameter')}: {value_text(group.settings, _LONGEST)}", "  ")
+            yield from optimizer.lines()
         if self.keys:
             yield ""
             yield self._key_table()
@@ -197,6 +186,8 @@ class Steps(BlockReport):
 
     def blocks(self) -> Iterator[Block]:
         """Yield a table of the checkpoints, and what is wrong with others."""
+        names = list(dict.fromkeys(name for one in self.checkpoints for name in one.metrics))
+        shown = names[:_MOST_METRICS]
         rows = [
             [
                 "-" if one.step is None else str(one.step),
@@ -204,20 +195,24 @@ class Steps(BlockReport):
                 str(one.world_size),
                 one.created or "-",
                 size_text(one.nbytes),
+                *(_metric(one.metrics.get(name)) for name in shown),
                 "whole" if one.is_good else _not_whole(one.problems),
             ]
             for one in self.checkpoints
         ]
-        yield f"'{self.path}': {counted(len(rows), 'checkpoint')}"
+        yield checkpoints_counted(self.path, [one.is_good for one in self.checkpoints], self.problems)
         yield ""
-        yield Table(["step", "name", "ranks", "saved at", "size", "health"], rows, right={0, 2, 4})
+        titles = ["step", "name", "ranks", "saved at", "size", *shown, "health"]
+        yield Table(titles, rows, right={0, 2, *range(4, 5 + len(shown))})
+        if len(names) > len(shown):
+            yield f"(and {counted(len(names) - len(shown), 'metric')} more: inspect one checkpoint)"
         yield from (f"- {problem}" for problem in self.problems)
 
 
 def inspect(
     path: str | os.PathLike[str],
     *,
-    keys: str | None = None,
+    keys: str | Sequence[str] | None = None,
     statistics: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Inspection | Steps:
@@ -225,7 +220,7 @@ def inspect(
 
     Args:
         path: the directory; of ours or of stock Paddle's.
-        keys: describe the keys of this form too, with ``*``, ``?`` and ``[...]`` as in file names.
+        keys: describe the keys of this form too, or of one of these, with ``*``, ``?`` and ``[...]`` as in file names.
         statistics: read the values of those keys, of all by default, and say what they are like.
         progress: called now and then with the number of bytes of those values that were read so far, and of all.
 
@@ -235,8 +230,8 @@ def inspect(
     directory = Path(path)
     inside = checkpoints_in(directory)
     if not inside:
-        pattern = "*" if statistics and keys is None else keys
-        return _inspect(directory, pattern, statistics=statistics, progress=progress)
+        patterns = (keys,) if isinstance(keys, str) else tuple(keys or ())
+        return _inspect(directory, patterns or ("*",) * statistics, statistics=statistics, progress=progress)
     if keys is not None or statistics:
         raise CheckpointError(
             f"'{directory}' holds {counted(len(inside), 'checkpoint')}; keys can be listed of one of them: {listing(_names(inside))}"
@@ -244,11 +239,11 @@ def inspect(
     found, problems = [], []
     for one in inside:
         try:
-            found.append(_inspect(one, None))
+            found.append(_inspect(one))
         except CheckpointError as error:
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
-    return Steps(directory, tuple(found), tuple(problems))
+    return Steps(directory, tuple(found), (*problems, *no_checkpoints(directory)))
 
 
 def _not_whole(problems: Sequence[str]) -> str:
@@ -261,18 +256,27 @@ def _names(paths: list[Path]) -> list[str]:
 
 @while_reading("path")
 def _inspect(
-    path: Path, pattern: str | None, *, statistics: bool = False, progress: Callable[[int, int], None] | None = None
+    path: Path, patterns: Sequence[str] = (), *, statistics: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Inspection:
     index = open_index(path, reserved=True)
     contents = contents_of(index)
     kinds = kinds_of(index, contents)
     manifest = index.manifest
-    listed = [key for key in index.stored if kinds[key] != TRAINER]
-    chosen = [key for key in listed if pattern is not None and fnmatch.fnmatchcase(key, pattern)]
-    if pattern is not None and not chosen:
-        raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
-    problems = plan_whole(index, index.keys()).problems.uncovered
-    broken = {problem.key for problem in problems}
+    listed = sorted((key for key in index.stored if kinds[key] != TRAINER), key=_with_numbers)
+    like = {pattern: set(fnmatch.filter(listed, pattern)) for pattern in patterns}
+    for pattern, some in like.items():
+        if not some:
+            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
+    chosen = [key for key in listed if any(key in some for some in like.values())]
+    uncovered = plan_whole(index, index.keys()).problems.uncovered
+    problems = [str(problem) for problem in uncovered]
+    broken = {problem.key for problem in uncovered}
+    metrics: dict[str, JsonValue] = {}
+    if METRICS_KEY not in broken:
+        try:
+            metrics = metrics_of(index)
+        except CheckpointError as error:
+            problems.append(str(error))
     readable = [key for key in chosen if statistics and key not in broken]
     of_values = dict(zip(readable, statistics_of(index, [index.whole_piece(key) for key in readable], progress), strict=True))
     records = [*index.files, *([manifest.paddle_metadata] if manifest is not None and manifest.paddle_metadata else [])]
@@ -288,12 +292,19 @@ def _inspect(
         tuple(_amounts(index, kinds)),
         contents.tied or (),
         {} if manifest is None else manifest.base or {},
-        () if manifest is None else tuple(_optimizer(one) for one in manifest.optimizers),
+        () if manifest is None else tuple(described_optimizer(one) for one in manifest.optimizers),
         tuple(_describe(index, key, kinds[key], of_values.get(key)) for key in chosen),
-        tuple(str(problem) for problem in problems),
+        tuple(problems),
         manifest is not None,
         None if manifest is None else manifest.extra_state,
+        metrics,
     )
+
+
+def _with_numbers(key: str) -> list[tuple[str, int, str]]:
+    """Return what sorts keys as people do: ``layers.2`` before ``layers.10``."""
+    pairs = ((text, digits.lstrip("0")) for text, digits in _TEXT_AND_DIGITS.findall(key))
+    return [(text, len(digits), digits) for text, digits in pairs]
 
 
 def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
@@ -309,11 +320,6 @@ def _amounts(index: CheckpointIndex, kinds: dict[str, str]) -> Iterator[Amount]:
         yield Amount(kind, dtype, keys[kind, dtype], count, count * DTYPE_NBYTES[dtype])
 
 
-def _optimizer(described: JsonValue) -> Optimizer:
-    groups = tuple(Group(len(one["parameters"]), one["settings"]) for one in described["groups"])
-    return Optimizer(described["class"], groups, described["learning_rate"])
-
-
 def _describe(index: CheckpointIndex, key: str, kind: str, statistics: Statistics | None) -> KeyDescription:
     return KeyDescription(key, kind, index.dtypes[key], index.global_shape(key), tuple(_ranges(index, key)), statistics)
 
@@ -327,15 +333,14 @@ def _ranges(index: CheckpointIndex, key: str) -> Iterator[str]:
         yield f"{file_name.split('_')[0]}: {part}"
 
 
-def _wrap(text: str, indent: str) -> list[str]:
-    """Return a long line as several, those after the first further in."""
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", break_long_words=False)
-
-
 def _statistics_cells(found: Statistics | None) -> list[str]:
     if found is None:
         return ["not whole", "-", "-", "-", "-"]
     return [*map(_number, (found.minimum, found.maximum, found.mean)), str(found.nan), str(found.infinite)]
+
+
+def _metric(value: JsonValue) -> str:
+    return _number(value) if isinstance(value, float) else value_text(value, _LONGEST)
 
 
 def _number(value: float | None) -> str:

@@ -109,7 +109,9 @@ def _scalings(index: CheckpointIndex, ranks: dict[str, int], alpha: float | None
     given = {} if alpha is None else {layer: alpha / rank for layer, rank in ranks.items()}
     unknown = [f"'{layer}'" for layer in ranks if layer not in said and layer not in given]
     if unknown:
-        raise CheckpointError(f"'{index.path}' doesn't say how these LoRA layers scale: {listing(unknown)}; give --lora-alpha")
+        raise CheckpointError(
+            f"'{index.path}' doesn't say how these LoRA layers scale: {listing(unknown)}; give --lora-alpha (lora_alpha=)"
+        )
     other = [
         f"'{layer}' {said[layer]:g} instead of {given[layer]:g}"
         for layer in ranks

@@ -60,7 +60,9 @@ def adapted_model(
     """
     if base is None:
         if index.manifest is not None and index.manifest.base:
-            raise CheckpointError(f"'{index.path}' was saved without its base; give that by --base DIR, or export the adapters, --to peft")
+            raise CheckpointError(
+                f"'{index.path}' was saved without its base; give that by --base DIR (base=), or export the adapters, --to peft"
+            )
         owner, adapted, replaced = index, index, frozenset[str]()
     else:
         owner = base
@@ -94,7 +96,7 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
     manifest = adapted.manifest
     if manifest is not None and manifest.base is None:
         raise CheckpointError(
-            f"'{adapted.path}' was not saved with trainable_only, and holds its base itself; use --merge-lora, without --base"
+            f"'{adapted.path}' was not saved with trainable_only, and holds its base itself; use --merge-lora (merge_lora=), without --base"
         )
     trained = [key for key in contents_of(adapted).model if not is_lora_key(key)]
     strange = [
@@ -113,7 +115,7 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
     if other:
         raise MismatchError(
             f"'{base.path}' is not the base of '{adapted.path}': {len(other)} of its {len(said)} parameters have other values, shapes or "
-            f"dtypes: {listing(other)}; give that base (--allow-other-base takes this one)"
+            f"dtypes: {listing(other)}; give that base (--allow-other-base, allow_other_base=, takes this one)"
         )
     return frozenset(trained)
 

@@ -15,6 +15,7 @@ from .contents import Contents
 from .planning.architecture import planned_units
 from .recipes import COPY, RECIPES
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
+from .recipes.spelling import check_layout
 
 _LAYER = "layer"
 
@@ -53,8 +54,9 @@ def model_tensors(
         CheckpointError: something is missing that is needed.
     """
     if master_weights and not contents.masters:
-        raise CheckpointError(f"'{index.path}' holds no master weights; leave --master-weights out")
+        raise CheckpointError(f"'{index.path}' holds no master weights; leave --master-weights (master_weights=) out")
     rules = recipe.rules_of(contents.model)
+    check_layout(recipe, {key: index.global_shape(key) for key in contents.model})
     _check_layers([values for _, values in rules.values()], config)
     kept = _tied_keys(index, contents, {key: rule for key, (rule, _) in rules.items()})
     sources_of = {
@@ -133,11 +135,17 @@ def _check_layers(found: Iterable[dict[str, str]], config: ModelConfig | None) -
         return
     wanted = set(range(config.layers))
     if layers != wanted:
-        lacking, beyond = (listing(map(str, sorted(some))) or "none" for some in (wanted - layers, layers - wanted))
+        texts = [f"has no {_numbered(wanted - layers)}"] if wanted - layers else []
+        texts += [f"has {_numbered(layers - wanted)} besides"] if layers - wanted else []
         raise MismatchError(
-            f"'{config.path}' says num_hidden_layers = {len(wanted)}; of those layers the checkpoint lacks {lacking}, and it has besides "
-            f"{beyond}; give the configuration of this model"
+            f"'{config.path}' says num_hidden_layers = {len(wanted)}, numbered from 0, and the checkpoint {' and '.join(texts)}; give the "
+            "configuration of this model"
         )
+
+
+def _numbered(layers: Collection[int]) -> str:
+    """Return which layers, such as "layer number 2" or "layers number 2, 3"."""
+    return f"{'layer' if len(layers) == 1 else 'layers'} number {listing(map(str, sorted(layers)))}"
 
 
 def _check_described(
@@ -159,18 +167,19 @@ def _check_described(
         )
     if family is None:
         return None
+    is_family = family in (recipe, recipe.family)
     try:
         planned = [one for unit in planned_units(config, "float32") for one in unit.parameters]
     except CheckpointError as error:  # a field is missing, whose default is the reader's
         what = "the tensors, copied as they are, fit their" if recipe is COPY else "what the recipe makes fits its"
-        return None if recipe == family else f"whether {what} configuration was not checked: {error}"
+        return None if is_family else f"whether {what} configuration was not checked: {error}"
     pieces = {one.names[0]: whole_piece(one.names[0], one.dtype, one.shape) for one in planned}
     described = {
         source.name: source.shape
         for name, (rule, values) in family.rules_of(pieces).items()
         for source in apply_rule(rule, values, pieces[name], config)
     }
-    known = {*tied, *_heads(recipe)} if recipe == family else _tied_to_heads(family, config, tied)  # of which it was said what is wrong
+    known = {*tied, *_heads(recipe)} if is_family else _tied_to_heads(family, config, tied)  # of which it was said what is wrong
     lacking = [name for name in described if name not in found and name not in known]
     beyond = [name for name in found if name not in described and name not in known]
     others = [f"'{name}' {list(found[name])} for {list(shape)}" for name, shape in described.items() if found.get(name, shape) != shape]
@@ -182,13 +191,13 @@ def _check_described(
             return None
         raise MismatchError(
             f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
-            f"Give this model's configuration, and the recipe that makes what that says (--recipe {family.name} for PaddleFormers' names, "
-            "or one that you write, --recipe FILE); or leave --config out"
+            f"Give this model's configuration, and the recipe that makes what that says ({family.name} for PaddleFormers' names, or a FILE "
+            "of rules that you write); or no configuration"
         )
-    if texts and recipe != family:
+    if texts and not is_family:
         raise MismatchError(
             f"the recipe '{recipe.name}' doesn't make of '{index.path}' the model that '{config.path}' describes; it {'; '.join(texts)}. "
-            f"Mend the recipe, use that of the family (--recipe {family.name}), give this model's configuration, or leave --config out"
+            f"Mend the recipe, use that of the family ({family.name}), give this model's configuration, or none"
         )
     if texts:
         raise MismatchError(

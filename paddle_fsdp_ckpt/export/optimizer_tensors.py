@@ -77,7 +77,7 @@ def optimizer_tensors(index: CheckpointIndex, contents: Contents, recipe: Recipe
         MismatchError: states can't be cut or transposed as their parameters are.
     """
     if not contents.states and not contents.masters:
-        raise CheckpointError(f"'{index.path}' holds no states of an optimizer; leave --optimizer out")
+        raise CheckpointError(f"'{index.path}' holds no states of an optimizer; leave --optimizer (optimizer=) out")
     model = model_tensors(index, contents, recipe, config, master_weights=False)
     first = {name: names[0] for names in contents.tied or () for name in names}
     sources: list[TensorSource] = []
@@ -95,12 +95,12 @@ def optimizer_tensors(index: CheckpointIndex, contents: Contents, recipe: Recipe
     if strange:
         raise MismatchError(
             f"{counted(len(strange), 'state lies', 'states lie')} otherwise than its parameter, which is cut or transposed: "
-            f"{listing(strange)}; leave --optimizer out, or give --recipe none"
+            f"{listing(strange)}; leave --optimizer (optimizer=) out, or use the recipe none"
         )
     counts = Counter(source.name for source in sources)
     twice = [f"'{name}'" for name, count in counts.items() if count > 1]
     if twice:
-        raise MismatchError(f"several states get one name: {listing(twice)}; leave --optimizer out")
+        raise MismatchError(f"several states get one name: {listing(twice)}; leave --optimizer (optimizer=) out")
     lost = sorted(owner for owner in {*contents.states, *contents.masters} if owner not in names and first.get(owner, owner) not in names)
     notes = (f"states of {counted(len(lost), 'parameter')} that the model doesn't have were left out: {listing(lost)}",) if lost else ()
     return OptimizerTensors(tuple(sources), names, notes)

@@ -28,6 +28,7 @@ from .new_directory import new_directory
 from .one_model import open_model
 from .recipes import AUTO, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
+from .recipes.spelling import spelled_for
 from .safetensors_files import write_file
 from .tensors import TensorReader
 from .values import check_values
@@ -74,7 +75,7 @@ def export_peft(
         path: the checkpoint directory, with the base or without.
         out: the directory to make; missing or empty.
         recipe: how names and layouts change, see :func:`~.recipes.choose_recipe`. Of a fused projection each part gets an adapter.
-        config: directory with the ``config.json`` of the base.
+        config: the ``config.json`` of the base, or the directory in which it lies.
         dtype: Paddle's name of a floating point type that all tensors get; by default each keeps its own.
         master_weights: take the values of matrices that have a master weight from that.
         lora_alpha: where the checkpoint doesn't say how adapters scale, they do by ``lora_alpha / r``.
@@ -92,11 +93,12 @@ def export_peft(
     chosen = choose_recipe(recipe, model_config)
     index = open_model(Path(path), model_name)
     index = unwrapped(index, weight_names(index), fits_recipe(chosen))
+    chosen = spelled_for(chosen, weight_names(index))
     more = _trained_besides(index)
     if more:
         raise MismatchError(
             f"'{index.path}' holds more that trained than LoRA layers, for which this layout has no room: {listing(more)}; export all "
-            "of the model, --to hf"
+            "of the model, --to hf (export_huggingface)"
         )
     adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
     layers = [layer for adapter in adapters for layer in _layers(adapter, chosen, model_config)]

@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,14 @@ def draw(shard_map: ShardMap, path: str | os.PathLike[str]) -> PictureReport:
     """Draw a shard map into a file, which appears as a whole, in place of an older one.
 
     Raises:
-        CheckpointError: the file's name is that of no picture, or ``matplotlib`` isn't installed.
+        CheckpointError: the file's name is that of no picture, its directory isn't there, or ``matplotlib`` isn't installed.
         OSError: the system refused.
     """
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise CheckpointError(f"'{target}': pictures are written as {' or '.join(SUFFIXES)}; give such a name")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"there is no directory '{target.parent}' for '{target.name}'; make it, or give another path")
     matplotlib = _matplotlib()
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -84,8 +87,11 @@ def draw(shard_map: ShardMap, path: str | os.PathLike[str]) -> PictureReport:
         with matplotlib.rc_context({"svg.hashsalt": "shard map", "svg.fonttype": "none"}):
             _draw(shard_map).savefig(partial, format=target.suffix[1:].lower(), dpi=110, metadata=metadata)
         os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):  # which may name the partial file, or none
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise
     return PictureReport(shard_map.path, target, shard_map.world_size, len(shard_map.buffers), shard_map.is_exact)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class RootReport(BlockReport):
 
     def blocks(self) -> Iterator[Block]:
         """Yield a table of the checkpoints, and then all that is wrong."""
-        yield f"'{self.path}': {counted(len(self.checkpoints), 'checkpoint')}"
+        yield checkpoints_counted(self.path, [one.is_good for one in self.checkpoints], self.problems)
         yield ""
         rows = [
             ["-" if one.step is None else str(one.step), one.path.name, f"{one.keys:,}", size_text(one.nbytes), _health(one)]
@@ -99,12 +99,27 @@ def verify_root(directory: Path, *, workers: int | None = None, progress: Callab
             reports.append(verify(one, workers=workers, progress=progress))
         except CheckpointError as error:
             problems.append(f"{one.name}: {error}")
-    names = sorted(entry.name for entry in directory.iterdir())
-    known = {one.name for one in inside}
-    problems += [
-        f"{name}: it is called as a step and is no checkpoint" for name in names if _STEP_DIRECTORY.fullmatch(name) and name not in known
-    ]
-    return RootReport(directory, tuple(reports), tuple(problems), tuple(name for name in names if parse_left_over(name) is not None))
+    left_over = sorted(entry.name for entry in directory.iterdir() if parse_left_over(entry.name) is not None)
+    return RootReport(directory, tuple(reports), (*problems, *no_checkpoints(directory)), tuple(left_over))
+
+
+def no_checkpoints(directory: Path) -> list[str]:
+    """Return, in words, which entries of a directory are called as a manager's step and are no checkpoints."""
+    names = sorted(entry.name for entry in directory.iterdir() if _STEP_DIRECTORY.fullmatch(entry.name) and not is_checkpoint(entry))
+    return [f"{name}: it is called as a step and is no checkpoint" for name in names]
+
+
+def checkpoints_counted(directory: Path, are_good: list[bool], problems: Sequence[str]) -> str:
+    """Return how many checkpoints a directory holds, and how many of them are wrong.
+
+    Args:
+        directory: in which they lie.
+        are_good: of each that can be read, whether nothing was found wrong with it.
+        problems: of each that can't be, why.
+    """
+    wrong = are_good.count(False) + len(problems)
+    beside = f", {wrong} of them damaged or incomplete" if wrong else ""
+    return f"'{directory}': {counted(len(are_good) + len(problems), 'checkpoint')}{beside}"
 
 
 def _health(report: VerifyReport) -> str:

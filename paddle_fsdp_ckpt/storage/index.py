@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, KeysView
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecor
 from .header import decode_header, decode_header_columns, header_nbytes
 from .system_errors import read_file, says_missing
 from .table import DtypesInTable, PieceTable, StoredInTable, table_of
+
+_HUGGINGFACE_NAME = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?", re.ASCII)
+"""The files of a Hugging Face model that have its weights."""
 
 
 class StoredPiece(NamedTuple):
@@ -351,6 +355,11 @@ def _say_foreign(path: Path) -> str:
         return (
             f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save. load and "
             "paddle.distributed.load_state_dict read the former"
+        )
+    if any(_HUGGINGFACE_NAME.fullmatch(name) for name in names):
+        return (
+            f"'{path}' is a Hugging Face model, not a checkpoint: load_huggingface(path, model=model) gives a model its weights, and "
+            "`paddle-fsdp-ckpt convert DIR --to fc OUT` makes a checkpoint of it"
         )
     if inside := _checkpoints_in(path):
         return f"'{path}' is not a checkpoint, and holds {counted(len(inside), 'checkpoint')}: {listing(inside)}; name one of them"

@@ -86,6 +86,16 @@ def test_it_runs_as_a_module_without_paddle(checkpoint: Path, tmp_path: Path) ->
     assert done.stdout.startswith("paddle-fsdp-ckpt ")
 
 
+def test_numbers_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    assert main(["plan", str(tmp_path), "--json", "--world-size", "2", "--world-size", "4,8", "2"]) == 0
+    assert [one["world_size"] for one in json.loads(capsys.readouterr().out)["worlds"]] == [2, 4, 8]
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), "--world-size", "2,0"])
+    assert "argument --world-size: '0' is not a whole number from 1 on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_progress_is_shown_on_a_terminal_and_nothing_is_left_of_it(checkpoint: Path, with_rich: bool) -> None:
     terminal = Terminal()
@@ -151,14 +161,23 @@ class OneTable(BlockReport):
         yield self.table
 
 
-def test_numbers_on_a_terminal_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_numbers_on_a_terminal_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.{i}.mlp.experts.{i}.up_proj.weight" for i in (7, 88)]
     numbers = [["-0.243179", "0.2431791", "-1.00244e-05", "0", "0"], ["-10.243179", "2.43179e+07", "1.52e-05", "100,000", "0"]]
     rows = [[name, "float32", "[4096, 128]", *some] for name, some in zip(names, numbers, strict=True)]
     wide = Table(["key", "dtype", "shape", "min", "max", "mean", "NaN", "infinite"], rows, right=range(3, 8))
     small = Table(["key", "shape", "min"], [[row[0], row[2], row[3]] for row in rows], right={2})
+    ranges = "; ".join(f"{i}: [{i * 1000}, {i * 1000 + 1000})" for i in range(9))
+    long = Table(["key", "shape", "min", "saved by rank"], [[row[0], row[2], row[3], ranges] for row in rows], right={2})
     monkeypatch.setenv("TERM", "xterm")
-    for table, width, is_drawn in ((wide, 80, False), (wide, 140, True), (small, 60, True), (small, 52, True)):
+    for table, width, is_drawn in (
+        (wide, 80, False),
+        (wide, 140, True),
+        (small, 80, True),
+        (small, 52, False),
+        (long, 100, True),
+        (long, 60, False),
+    ):
         terminal = Terminal()
         with monkeypatch.context() as patched:
             patched.setenv("COLUMNS", str(width))
@@ -166,7 +185,8 @@ def test_numbers_on_a_terminal_stay_whole(monkeypatch: pytest.MonkeyPatch) -> No
             show(cast(Report, OneTable(table)), as_json=False)
         terminal.stream.flush()
         lines = terminal.shown("-10.243179").splitlines()
-        assert set(rows[0][1:] if table is wide else rows[0][2:4]) <= {cell.strip() for line in lines for cell in re.split(r"  +", line)}
+        cells = {cell.strip() for line in lines for cell in re.split(r"  +", line)}
+        assert set(rows[0] if table is wide else [rows[0][0], *rows[0][2:4]]) <= cells
         if HAS_BARS:
-            assert all(len(line) <= width for line in lines)
+            assert all(len(line) <= width for line in lines) or (table is long and not is_drawn)
             assert any("\u2500" in line for line in lines) == is_drawn

@@ -52,6 +52,38 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "doesn't hold all elements of 1 key" in capsys.readouterr().err
 
 
+def test_several_patterns_and_directories_behind_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = (str(write_checkpoint(tmp_path / name, 6, 0.0)) for name in ("one", "other"))
+    for words in (
+        [one, "--keys"],
+        ["--keys", one],
+        ["--keys", "w", one],
+        ["--keys", "--stats", one],
+        ["--keys=w", one],
+        ["--key", "w", one],
+    ):
+        assert main(["inspect", *words]) == 0
+        assert "\nw  " in capsys.readouterr().out
+    for words in (
+        [one, other, "--keys", "w", "[w]"],
+        ["--keys", "w", "[w]", one, other],
+        [one, "--weights-only", "--keys", "w", "[w]", other],
+        ["--keys", "w", "--keys", "[w]", one, other],
+        ["--keys", "w", one, "--weights-only", other],
+    ):
+        assert main(["diff", *words]) == 0
+        assert "no difference: 1 key" in capsys.readouterr().out
+    for words in (["inspect", one, "--keys", "w", "x"], ["diff", one, other, "--keys", "w", "x"]):
+        assert main(words) == 2
+        assert "a key of the form 'x'" in capsys.readouterr().err.replace("no key", "a key")
+    changed = str(write_checkpoint(tmp_path / "changed", 6, 8.0))
+    assert main(["diff", one, "--keys", "w", changed, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["one"] == one
+    with pytest.raises(SystemExit):
+        main(["diff", one, "--keys"])
+    assert "expected at least one argument" in capsys.readouterr().err
+
+
 def test_they_run_without_paddle(tmp_path: Path) -> None:
     one = write_checkpoint(tmp_path / "one", 6, 0.0)
     (tmp_path / "paddle.py").write_text("raise ImportError('no Paddle here')")

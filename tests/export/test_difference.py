@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +98,12 @@ def test_what_a_manager_keeps(tmp_path: Path, ranks: Ranks) -> None:
     for row in ("lr_schedulers.0.settings.gamma 0.9 0.8", "metrics.loss 0.5 0.25"):
         assert row.split() in rows, str(other)
     assert "arrays in extra_state" in str(other)
+    assert str(other).splitlines()[-2].startswith("(largest: of all differences |a - b|; relative: ")
+    assert "all 3 parameters and buffers are equal" in str(other)
+    shutil.copytree(c, tmp_path / "a" / "step_00000004")
+    rows = [line.split() for line in str(inspect(tmp_path / "a")).splitlines()[2:]]
+    assert [(row[-2], row[-1]) for row in rows] == [("loss", "health"), ("0.5", "whole"), ("0.25", "whole")]
+    assert "  metrics   loss 0.25\n" in str(inspect(c))
     amounts = {one.kind: (one.keys, one.elements) for one in inspect(a).amounts}  # type: ignore[union-attr]
     assert amounts[SHARDED] == (3, sum(array.size for array in ARRAYS.values()))
     assert amounts[TRAINER][0] == 4  # what is common, metrics, and each rank's own

@@ -140,6 +140,22 @@ def test_damaged_models(change: Callable[[Path], object], message: str, tmp_path
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_a_checkpoint_and_a_model_taken_for_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    model = write_model(tmp_path / "model", {"w": np.ones(5, np.float32)}, None)
+    step = root / "step_00000001"
+    import_huggingface(model, step, recipe="none")
+    for directory, message in ((step, "is a checkpoint already, this package's"), (root, "holds 1 checkpoint: step_00000001")):
+        assert main(["convert", str(directory), "--to", "fc", str(tmp_path / "again"), "--recipe", "none"]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "`convert DIR --to hf OUT`" in error and "load(path, model=model)" in error
+    for command in (["inspect", model], ["verify", model], ["diff", step, model], ["convert", model, "--to", "hf", tmp_path / "again"]):
+        assert main([*map(str, command), *(["--recipe", "none"] if command[0] == "convert" else [])]) == 2
+        error = capsys.readouterr().err
+        assert "is a Hugging Face model, not a checkpoint" in error and "--to fc" in error and "load_huggingface" in error
+
+
 def test_a_name_on_a_hub_is_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "Qwen3-0.6B"), "--to", "fc", str(tmp_path / "saved")]) == 2
     error = capsys.readouterr().err

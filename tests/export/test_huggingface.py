@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, MismatchError, TargetExistsError
+from paddle_fsdp_ckpt.export.config import companion_files
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.safetensors_files import INDEX_NAME
 from paddle_fsdp_ckpt.pieces import Piece
@@ -93,11 +94,18 @@ def test_families(family: str, fused: bool, world_size: int, tmp_path: Path, ran
     config = write_config(tmp_path / "config", config_of(family))
     (config / "tokenizer.json").write_text("{}")
     (config / "model.safetensors").write_text("not a companion")
-    report = export_huggingface(tmp_path / "saved", tmp_path / "model", config=config)
+    report = export_huggingface(tmp_path / "saved", tmp_path / "model", config=config / "config.json" if fused else config)
     assert_equal(read_model(tmp_path / "model"), right)
     assert report.recipe == family
     assert {"config.json", "tokenizer.json"} <= set(report.files)
     assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_configuration_of_any_name_is_the_one_that_is_copied(tmp_path: Path) -> None:
+    for name in ("config.json", "mine.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert companion_files(tmp_path) == {name: tmp_path / name for name in ("config.json", "tokenizer.json")}
+    assert companion_files(tmp_path / "mine.json") == {"config.json": tmp_path / "mine.json", "tokenizer.json": tmp_path / "tokenizer.json"}
 
 
 @pytest.mark.parametrize(("experts", "tied"), [(0, True), (3, False)])
@@ -174,7 +182,8 @@ def test_a_configuration_of_other_tensors(fused: bool, tmp_path: Path, ranks: Ra
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"num_hidden_layers": 3}, "of those layers the checkpoint lacks 2, and it has besides none"),
+        ("qwen3", {"num_hidden_layers": 3}, "= 3, numbered from 0, and the checkpoint has no layer number 2; give"),
+        ("qwen3", {"num_hidden_layers": 1}, "= 1, numbered from 0, and the checkpoint has layer number 1 besides; give"),
         ("qwen3", {"vocab_size": VOCABULARY + 1}, "'model.embed_tokens.weight' becomes"),
         ("qwen3", {"num_key_value_heads": 3}, "can't be those of 4 query heads and 3 key-value heads"),
         ("qwen3", {"num_key_value_heads": "two"}, "num_key_value_heads = 'two', and a whole number"),
@@ -433,7 +442,7 @@ def test_copies_and_recipes_are_checked_against_the_configuration(tmp_path: Path
     nested = write_config(tmp_path / "nested", {"model_type": "outer", "text_config": fields})
     for name, given, message in (
         ("turned", config, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\]"),
-        ("turned", nested, "--recipe llama .* or leave --config out"),
+        ("turned", nested, r"\(llama for PaddleFormers' names, or a FILE of rules.* or no configuration"),
         ("other", config, r"lacks model\.embed_tokens\.weight, .* has besides .*first\.weight"),
         ("paddle turned", config, r"lacks model\.embed_tokens\.weight, .* has besides .*llama\.embed_tokens\.weight"),
         ("right", write_config(tmp_path / "tied", fields | {"tie_word_embeddings": True}), r"has besides lm_head\.weight"),
@@ -451,8 +460,8 @@ def test_copies_and_recipes_are_checked_against_the_configuration(tmp_path: Path
     rules = [rule(name, name) for name in right if not name.endswith("_proj.weight")]
     rules += [rule(name, name, transpose=True) for name in right if name.endswith("_proj.weight")]
     for name, given, message in (
-        ("right", rules, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\].* \(--recipe llama\), give"),
-        ("turned", [*rules[1:], rule(rules[0]["source"])], r"it lacks .* or leave --config out"),
+        ("right", rules, rf"k_proj\.weight' \[{HIDDEN}, {GROUPS * WIDTH}\] for \[{GROUPS * WIDTH}, {HIDDEN}\].* \(llama\), give"),
+        ("turned", [*rules[1:], rule(rules[0]["source"])], r"it lacks .* give this model's configuration, or none"),
         ("turned", [*rules[1:], rule(rules[0]["source"], "other")], r"it lacks .*; has besides other\."),
     ):
         recipe.write_text(json.dumps({"name": "mine", "rules": given}))

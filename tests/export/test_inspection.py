@@ -15,6 +15,7 @@ from harness import RankPool
 from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, size_text
 from paddle_fsdp_ckpt.export import values
 from paddle_fsdp_ckpt.export.inspection import Amount, Inspection, Steps, inspect
+from paddle_fsdp_ckpt.export.roots import verify_root
 from paddle_fsdp_ckpt.export.statistics import Statistics
 from paddle_fsdp_ckpt.storage.verify import verify
 
@@ -52,7 +53,7 @@ def test_what_it_holds(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
     assert optimizer.cls == "AdamW"
     assert [group.parameters for group in optimizer.groups] == [2]
     text = str(found)
-    assert "AdamW, learning rate value 0.001" in text
+    assert "AdamW, learning rate 0.001\n  2 parameters: weight_decay 0.01, no grad_clip\n    amsgrad False, beta1 0.9, " in text
     assert "tied      first.weight = z" in text
     assert "health    sizes and headers are right" in text
     assert json.loads(json.dumps(found.to_json()))["world_size"] == world_size
@@ -64,7 +65,11 @@ def test_keys_and_ranges(tmp_path: Path, ranks: Ranks) -> None:
     # 203 elements and padding to 64 make 320; the first of two ranks keeps 192 of them.
     assert (found.key, found.dtype, found.shape, found.ranges) == ("w", "float32", (40, 5), ("0: [0, 192)", "1: [192, 200)"))
     assert len(inspect_one(tmp_path / "saved", keys="*").keys) == 2
-    with pytest.raises(IncompleteCheckpointError, match="no key of the form 'x'; it has w"):
+    numbers = {f"layers.{i}.{name}": np.zeros(3, np.float32) for i in (10, 2, 1) for name in ("w10", "w9")}
+    ranks(2).run(made_models.save_model, str(tmp_path / "numbers"), numbers)
+    names = [one.key for one in inspect_one(tmp_path / "numbers", keys="*").keys]
+    assert names == [f"layers.{i}.{name}" for i in (1, 2, 10) for name in ("w9", "w10")]
+    with pytest.raises(IncompleteCheckpointError, match="no key of the form 'x'; it has b, w"):
         inspect(tmp_path / "saved", keys="x")
 
 
@@ -109,6 +114,8 @@ def test_a_root_of_many(tmp_path: Path, ranks: Ranks) -> None:
     found = inspect(tmp_path)
     assert not found.is_good
     assert "- step_9: " in str(found)
+    assert str(found).splitlines()[0] == str(verify_root(tmp_path)).splitlines()[0]
+    assert str(found).startswith(f"'{tmp_path}': 2 checkpoints, 1 of them damaged or incomplete\n")
     shutil.rmtree(tmp_path / "step_9")
     shutil.rmtree(tmp_path / "step_10")
     with pytest.raises(IncompleteCheckpointError, match="is not a checkpoint"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lora_models
+import made_models
 import numpy as np
 import pytest
 from harness import RankPool
@@ -148,6 +149,18 @@ def test_layers_whose_names_end_alike_are_told_apart(tmp_path: Path, ranks: Rank
         key = next((one for one in config["alpha_pattern"] if re.match(rf"(.*\.)?({one})$", name)), None)
         if name in scalings:
             assert config["alpha_pattern"].get(key, config["lora_alpha"]) / config["r"] == scalings[name], name
+
+
+def test_adapters_of_a_self_written_llama(tmp_path: Path, ranks: Ranks) -> None:
+    random = np.random.RandomState(3)
+    layer = "layers.0.self_attn.q_proj"
+    arrays = {f"{layer}.lora_A": random.randn(6, 2), f"{layer}.lora_B": random.randn(2, 5), f"{layer}.weight": random.randn(6, 5)}
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), {name: array.astype(np.float32) for name, array in arrays.items()})
+    export_peft(tmp_path / "saved", tmp_path / "peft", recipe="llama", lora_alpha=4.0)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    there = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert sorted(found) == [f"{there}.lora_A.weight", f"{there}.lora_B.weight"]
+    np.testing.assert_array_equal(found[f"{there}.lora_A.weight"], arrays[f"{layer}.lora_A"].T.astype(np.float32))
 
 
 def test_layers_that_are_no_lora_are_refused(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:

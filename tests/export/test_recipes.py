@@ -11,13 +11,15 @@ import made_models
 import numpy as np
 import pytest
 from harness import RankPool
-from safetensors.numpy import load_file
+from published import HIDDEN, INNER, WIDTH, Arrays, as_in_paddle, config_of, published
+from safetensors.numpy import load_file, save_file
 
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
 from paddle_fsdp_ckpt.export.config import ModelConfig
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.recipes import RECIPES, choose_recipe, read_recipe
 from paddle_fsdp_ckpt.export.recipes.rules import Recipe, Rule, apply_rule
+from paddle_fsdp_ckpt.export.recipes.spelling import check_layout, spelled_for
 from paddle_fsdp_ckpt.pieces import Piece, whole_piece
 
 Ranks = Callable[[int], RankPool]
@@ -87,15 +89,77 @@ def test_keys_that_no_rule_takes_or_two_do() -> None:
     assert "1 key is taken by several rules: 'a.1.b' by 'a.{n}.b' and 'a.{*any}'" in message
 
 
-def test_names_that_are_hugging_faces_already() -> None:
+def test_a_draft_of_rules_for_keys_that_none_takes() -> None:
+    keys = [f"decoder.{i}.attn.{one}_proj.weight" for i in range(40) for one in ("q", "k")]
     with pytest.raises(MismatchError) as caught:
-        RECIPES["llama"].rules_of(["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"])
+        RECIPES["qwen3"].rules_of([*keys, "wte", *(f"other_{i}" for i in range(9))])
     message = str(caught.value)
-    assert "2 keys are taken by no rule: 'model.embed_tokens.weight', " in message
-    assert "It takes names such as 'llama.embed_tokens.weight', 'llama.norm.weight'" in message
-    assert "these are names that it makes" in message and "--recipe none; if not" in message
-    with pytest.raises(MismatchError, match=r"such as 'llama\.embed_tokens\.weight'.*Use the recipe of the model's family"):
-        RECIPES["llama"].rules_of(["model.embed_tokens.weight", "other"])
+    assert "90 keys are taken by no rule: 'decoder.0.attn.q_proj.weight' and 39 like it, 'decoder.0.attn.k_proj.weight' and 39" in message
+    assert "... (7 more forms)" in message and "It takes names such as 'model.embed_tokens.weight', 'model.norm.weight'" in message
+    draft = '"decoder.{layer}.attn.q_proj.weight", "targets": ["model.layers.{layer}.self_attn.q_proj.weight"], "transpose": true}'
+    assert draft in message and '{"source": "wte", "targets": ["wte"]}; a Paddle Linear' in message
+    assert "recipe= in Python" in message and "The recipe none copies" in message and len(message) < 1200
+
+
+LINEAR = ("_proj.weight", "lm_head.weight")
+
+
+def self_written(prefix: str, right: Arrays) -> Arrays:
+    """A model with the names of Hugging Face's Llama, or such that begin otherwise, and the matrices of Paddle's Linear."""
+    turned = {name: np.ascontiguousarray(a.T) if name.endswith(LINEAR) else a for name, a in right.items()}
+    return {prefix + name.removeprefix("model.") if name.startswith("model.") else name: a for name, a in turned.items()}
+
+
+@pytest.mark.parametrize(("prefix", "world_size"), [("model.", 1), ("", 2)])
+def test_a_self_written_llama(prefix: str, world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    right = published("llama")
+    arrays = self_written(prefix, right)
+    pool = ranks(world_size)
+    pool.run(made_models.save_model, str(tmp_path / "saved"), arrays, "float32", {}, True)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama") | {"intermediate_size": INNER, "head_dim": WIDTH}))
+    for number, config in enumerate((tmp_path, None)):
+        out = tmp_path / f"model {number}"
+        report = export_huggingface(tmp_path / "saved", out, recipe="llama", config=config, optimizer=config is not None)
+        assert (report.recipe, report.unchecked, report.optimizer_tensors) == ("llama", None, 0 if config is None else 4 * len(right))
+        found = load_file(out / "model-00001-of-00001.safetensors")
+        assert found.keys() == right.keys()
+        for name, array in right.items():
+            np.testing.assert_array_equal(found[name], array)
+    save_file(right, tmp_path / "model.safetensors")
+    shapes = {name: array.shape for name, array in arrays.items()}
+    results = pool.run(made_models.load_published, str(tmp_path), shapes, "float32", {}, {}, True)
+    for loaded in results:
+        assert not isinstance(loaded, str), loaded
+        for name, array in loaded.items():
+            np.testing.assert_array_equal(array, arrays[name])
+    assert results[0].keys() == arrays.keys()
+
+
+def test_what_shapes_say_of_a_self_written_llama() -> None:
+    arrays = self_written("model.", published("llama"))
+    recipe = spelled_for(RECIPES["llama"], arrays)
+    assert recipe.family is RECIPES["llama"] and recipe.rules_of(arrays)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    check_layout(recipe, shapes)
+    check_layout(recipe, {name: shape for name, shape in shapes.items() if name != "lm_head.weight"})
+    check_layout(recipe, shapes | {"lm_head.weight": shapes["model.embed_tokens.weight"]})  # tied
+    for ending in ("0.self_attn.v_proj.weight", "1.mlp.down_proj.weight"):
+        turned = {name: shape[::-1] if name.endswith(ending) else shape for name, shape in shapes.items()}
+        with pytest.raises(MismatchError, match=rf"1 lies otherwise: '[a-z.]*{ending}' \[.*recipe none; else write a FILE"):
+            check_layout(recipe, turned)
+    square = {name: (HIDDEN, HIDDEN) if "_proj." in name else shape for name, shape in shapes.items()}
+    with pytest.raises(MismatchError, match=r"14 matrices are \[in, out\] or .* square: 'model.*q_proj.weight\"\], \"transpose\": true\}"):
+        check_layout(recipe, square)
+    with pytest.raises(MismatchError, match=r"1 matrix is .* since it is square: 'lm_head"):
+        check_layout(recipe, shapes | {"lm_head.weight": (HIDDEN, HIDDEN)})
+    with pytest.raises(MismatchError, match="no 'model.embed_tokens.weight'"):
+        check_layout(recipe, {name: shape for name, shape in shapes.items() if "embed" not in name})
+    # Fused projections of another's are not taken, nor are names of both kinds at once.
+    for other in ("model.layers.0.self_attn.qkv_proj.weight", "llama.norm.weight"):
+        with pytest.raises(MismatchError, match=f"1 key is taken by no rule: '{other}'"):
+            spelled_for(RECIPES["llama"], [*arrays, other]).rules_of([*arrays, other])
+    assert spelled_for(RECIPES["llama"], ["lm_head.weight", "x"]) is RECIPES["llama"]
+    check_layout(RECIPES["llama"], dict.fromkeys(as_in_paddle("llama", published("llama"), fused=False), (1, 1)))
 
 
 def test_two_tensors_of_one_name(tmp_path: Path, ranks: Ranks) -> None:
@@ -122,8 +186,15 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"source": "a"}, r"lacks \['targets'\]"),
-        ({"source": "a", "targets": ["b"], "transposed": True}, r"unknown fields \['transposed'\]"),
+        (
+            {"source": "a"},
+            r"is not a recipe: the rule \{'source': 'a'\} lacks 'targets'; a rule's fields are source, targets, ",
+        ),
+        (
+            {"source": "a", "targets": ["b"], "transpos": True},
+            r"\} has 'transpos', which no rule knows \('transpose' perhaps\?\); a rule's fields",
+        ),
+        ({"targets": ["b"], "zzz": 1}, "lacks 'source', and has 'zzz', which no rule knows; a rule's fields"),
         ({"source": "a", "targets": "b"}, "has targets = 'b'"),
         ({"source": "a", "targets": [1]}, r"has targets = \[1\]"),
         ({"source": "a", "targets": ["b"], "transpose": "yes"}, "has transpose = 'yes'"),

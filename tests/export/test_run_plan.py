@@ -14,7 +14,7 @@ import pytest
 from harness import RankPool
 
 from paddle_fsdp_ckpt.errors import CheckpointError, UnsupportedOptimizerError
-from paddle_fsdp_ckpt.export.config import read_config_file
+from paddle_fsdp_ckpt.export.config import read_config
 from paddle_fsdp_ckpt.export.inspection import Inspection, inspect
 from paddle_fsdp_ckpt.export.planning import plan
 from paddle_fsdp_ckpt.export.planning.architecture import PlannedParameter, PlannedUnit, planned_units
@@ -64,7 +64,7 @@ def write_config(tmp_path: Path, fields: dict[str, Any]) -> Path:
 def test_parameters_are_those_of_paddleformers(case: str, tmp_path: Path) -> None:
     fields = TINY | {"model_type": case.partition("/")[0]} | OTHERS[case]
     for nested in (fields, {"model_type": "outer", "thinker_config": {"text_config": fields}}):
-        units = planned_units(read_config_file(write_config(tmp_path, nested)), "bfloat16")
+        units = planned_units(read_config(write_config(tmp_path, nested)), "bfloat16")
         assert units == [
             PlannedUnit(name, tuple(PlannedParameter(tuple(names), tuple(shape), dtype) for names, shape, dtype in parameters))
             for name, parameters in PADDLEFORMERS[case]
@@ -85,7 +85,7 @@ def test_a_real_run_keeps_and_saves_what_was_planned(
     config = write_config(tmp_path, TINY | {"model_type": case.partition("/")[0]} | OTHERS[case])
     planned = plan_run(config, [2], optimizer=optimizer, master_weights=bool(options))
     results = ranks(2).run(planned_models.shard_and_save, str(tmp_path / "saved"), PADDLEFORMERS[case], optimizer, options)
-    layout = planned_layout(planned_units(read_config_file(config), "bfloat16"), 2)
+    layout = planned_layout(planned_units(read_config(config), "bfloat16"), 2)
     (world,) = planned.worlds
     for buffers, kept, units in results:
         assert buffers == list(layout.buffers)
@@ -121,12 +121,12 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
 
 
 def test_heads_of_qwen3_are_128_wide_where_nothing_is_said(tmp_path: Path) -> None:
-    units = planned_units(read_config_file(write_config(tmp_path, TINY | {"model_type": "qwen3"})), "float32")
+    units = planned_units(read_config(write_config(tmp_path, TINY | {"model_type": "qwen3"})), "float32")
     assert [one.shape for one in units[1].parameters if one.names[0].endswith("q_norm.weight")] == [(128,)]
 
 
 def test_every_element_lies_on_just_one_rank(tmp_path: Path) -> None:
-    units = planned_units(read_config_file(write_config(tmp_path, QWEN3_30B_A3B)), "bfloat16")
+    units = planned_units(read_config(write_config(tmp_path, QWEN3_30B_A3B)), "bfloat16")
     for world_size in (8, 64, 1024):
         layout = planned_layout(units, world_size)
         reached: dict[str, int] = {}
@@ -165,7 +165,7 @@ def lines_run(function: Callable[[], object]) -> int:
 
 def plan_everything(config: Path, world_size: int) -> tuple[int, int, int]:
     """Lay out, plan one rank's save, and its load on fewer ranks; return the work, the pieces of all ranks, and the rank's own."""
-    units = planned_units(read_config_file(config), "bfloat16")
+    units = planned_units(read_config(config), "bfloat16")
 
     def states_of(dtype: str) -> list[Any]:
         return planned_states("AdamW", dtype, master_weights=True)

@@ -114,6 +114,7 @@ def test_pictures(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[st
     assert main(["plot", str(tmp_path / "saved"), "--out", str(tmp_path / "map.jpg")]) == 2
     assert "pictures are written as .png or .svg" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "saved"), "--out", str(tmp_path / "nowhere" / "map.png")]) == 2
+    assert f"there is no directory '{tmp_path / 'nowhere'}' for 'map.png'; make it" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "nowhere")]) == 2
 
 

@@ -13,7 +13,7 @@ from ...layout import ITEM_SIZES, Layout
 from ...optimizer_states import StateKind
 from ...storage.format import DTYPE_NBYTES, JsonValue
 from ...storage.header import encode_header, in_file_order
-from ..config import CONFIG_NAME, TIED, ModelConfig, read_config_file
+from ..config import TIED, ModelConfig, read_config
 from ..text import Block, BlockReport, Table
 from .architecture import PlannedUnit, planned_units
 from .pieces import PlannedLayout, planned_layout, rank_pieces
@@ -192,8 +192,7 @@ def plan_run(
         CheckpointError: the configuration can't be read, the family or the dtype is not known, or a number of ranks is below 1.
         UnsupportedOptimizerError: the class is none that steps sharded models.
     """
-    path = Path(config)
-    found = read_config_file(path / CONFIG_NAME if path.is_dir() else path)
+    found = read_config(Path(config))
     wrong = [one for one in world_sizes if not 1 <= one <= _MOST_RANKS]
     if wrong or not world_sizes:
         raise CheckpointError(f"a run can't have {wrong[0] if wrong else 'no'} ranks; give numbers from 1 to {_MOST_RANKS}")

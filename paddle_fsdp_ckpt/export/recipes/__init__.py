@@ -11,11 +11,13 @@ with the fields of :class:`~.rules.Rule`, of which ``source`` and ``targets`` ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, listing
 from ...storage.format import JsonValue, cut_text, parse_json
 from ..config import CONFIG_NAME, ModelConfig
 from .llama import LLAMA
@@ -86,8 +88,10 @@ def _rule(value: JsonValue) -> Rule:
     known = {one.name: one for one in fields(Rule)}
     lacking = [name for name, one in known.items() if one.default is MISSING and name not in value]
     unknown = sorted(value.keys() - known.keys())
-    if lacking or unknown:
-        raise ValueError(f"the rule {value!r:.200} lacks {lacking}, and has the unknown fields {unknown}; known are {list(known)}")
+    texts = [f"lacks {_quoted(lacking)}"] if lacking else []
+    texts += [f"has {_quoted(unknown)}, which no rule knows{_meant(unknown, known)}"] if unknown else []
+    if texts:
+        raise ValueError(f"the rule {value!r:.200} {', and '.join(texts)}; a rule's fields are {', '.join(known)}")
     for name, one in value.items():
         kinds = {"targets": list, "shape": list, "transpose": bool}
         if type(one) is not kinds.get(name, str) or (type(one) is list and any(type(item) is not str for item in one)):
@@ -96,6 +100,16 @@ def _rule(value: JsonValue) -> Rule:
     rule = Rule(**arguments)
     rule.check()
     return rule
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return listing(f"'{name:.100}'" for name in names)
+
+
+def _meant(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Return which known fields may have been meant, as a sentence's end."""
+    near = [one for name in unknown for one in get_close_matches(name, known, 1)]
+    return f" ({_quoted(near)} perhaps?)" if near else ""
 
 
 def _give_one() -> str:

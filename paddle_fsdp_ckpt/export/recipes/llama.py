@@ -13,4 +13,5 @@ LLAMA = Recipe(
         *mlp("llama.layers.{layer}.mlp", f"{LAYER}.mlp", fused="gate_up_fused_proj"),
         Rule("llama.layers.{layer}.self_attn.rotary_emb.inv_freq", ()),  # computed anew by every version
     ),
+    prefixes=("llama.", "model.", ""),  # the others: of models that somebody wrote with Hugging Face's names
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +19,12 @@ EQUAL, BY_HEADS = "equal", "qkv"
 SPLITS = (EQUAL, BY_HEADS)
 """The values of :attr:`Rule.split`."""
 
-_EXAMPLES = 3
+_EXAMPLES, _FORMS = 3, 5
+"""How many rules, and how many forms of keys, a message shows."""
+_ALIKE = 2
+"""How many parts at their ends make keys alike."""
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])", re.ASCII)
+_DRAFTED = re.compile(r"\{n+\}")
 _PLACEHOLDER = re.compile(r"\{(\*?)([a-z_]+)\}")
 
 
@@ -133,10 +140,14 @@ class Recipe:
     Attributes:
         name: of the family; what ``model_type`` says in a ``config.json``.
         rules: each key must fit just one.
+        prefixes: of a family, what the rules' sources begin with, and what such names may begin with instead; see :mod:`.spelling`.
+        family: the family's recipe, where this is that for names with another beginning.
     """
 
     name: str
     rules: tuple[Rule, ...]
+    prefixes: tuple[str, ...] = ()
+    family: Recipe | None = None
 
     def rules_of(self, keys: Iterable[str]) -> dict[str, tuple[Rule, dict[str, str]]]:
         """Return for each key the rule that takes it, and what the placeholders stand for.
@@ -145,17 +156,17 @@ class Recipe:
             MismatchError: keys that no rule takes, or several do; it lists them.
         """
         found = {key: self._matches(key) for key in keys}
-        without = [f"'{key}'" for key, matches in found.items() if not matches]
+        without = [key for key, matches in found.items() if not matches]
         several = [
             f"'{key}' by {' and '.join(repr(rule.source) for rule, _ in matches)}" for key, matches in found.items() if len(matches) > 1
         ]
         texts = []
         if without:
-            texts.append(f"{counted(len(without), 'key is', 'keys are')} taken by no rule: {listing(without)}")
+            texts.append(f"{counted(len(without), 'key is', 'keys are')} taken by no rule: {_forms(without)}")
         if several:
             texts.append(f"{counted(len(several), 'key is', 'keys are')} taken by several rules: {listing(several)}")
         if texts:
-            raise MismatchError(f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. {self._way_out(found, bool(without))}")
+            raise MismatchError(f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. {self._way_out(without)}")
         return {key: matches[0] for key, matches in found.items()}
 
     def inverse(self) -> Recipe:
@@ -163,19 +174,30 @@ class Recipe:
         inverses = [rule.inverse() for rule in self.rules]
         return Recipe(self.name, tuple(rule for rule in inverses if rule is not None))
 
-    def _way_out(self, found: Mapping[str, Sequence[object]], lacks_rules: bool) -> str:
-        """Say which names are expected, and what to do with those that there are."""
+    def fits(self, keys: Iterable[str]) -> bool:
+        """Tell whether each key is taken by some rule."""
+        return all(any(rule.match(key) is not None for rule in self.rules) for key in keys)
+
+    def _way_out(self, without: Sequence[str]) -> str:
+        """Say which names are expected, and how rules for those that there are would look."""
         expected = f"It takes names such as {', '.join(repr(rule.source) for rule in self.rules[:_EXAMPLES])}"
-        made = [Rule(target, ()) for rule in self.rules for target in rule.targets]
-        if lacks_rules and all(any(rule.match(key) is not None for rule in made) for key, matches in found.items() if not matches):
-            return (
-                f"{expected}, and these are names that it makes. If the tensors lie as under those names too, copy them as they are: "
-                "--recipe none; if not, as with a Paddle Linear's weight, which is [in, out], write a recipe: --recipe FILE"
-            )
+        drafts = [self._draft(form) for form in dict.fromkeys(map(_form, without))]
+        shown = f", such as {'; '.join(drafts[:_EXAMPLES])}" if drafts else ""
         return (
-            f"{expected}. Use the recipe of the model's family, or write one: --recipe FILE; --recipe none copies everything as it is, "
-            "which is right where names and layouts are Hugging Face's"
+            f"{expected}. Use the recipe of the model's family, or a FILE of rules (--recipe FILE, recipe= in Python), one for each form "
+            f'of name{shown}; a Paddle Linear\'s weight, [in, out], needs "transpose". The recipe none copies everything as it is, '
+            "which is right only where names and layouts are Hugging Face's"
         )
+
+    def _draft(self, form: str) -> str:
+        """Return a rule for keys of a form, by the rule for keys that end alike, where there is just one."""
+        ending, numbers = form.split(".")[-_ALIKE:], form.count("{")
+        alike = [rule for rule in self.rules if rule.is_plain and rule.source.split(".")[-_ALIKE:] == ending]
+        alike = [rule for rule in alike if rule.source.count("{") == numbers]
+        if len(alike) != 1:
+            return draft_rule(form, form)
+        placeholders = iter(_PLACEHOLDER.findall(alike[0].source))
+        return draft_rule(_DRAFTED.sub(lambda _: f"{{{next(placeholders)[1]}}}", form), alike[0].targets[0], transpose=alike[0].transpose)
 
     def _matches(self, key: str) -> list[tuple[Rule, dict[str, str]]]:
         found = ((rule, rule.match(key)) for rule in self.rules)
@@ -229,7 +251,9 @@ def _split(rule: Rule, rows: int, whole: Piece, config: ModelConfig | None) -> l
             raise MismatchError(f"'{whole.key}': {rows} rows can't be split into {len(rule.targets)} equal parts")
         return [(Range(i * parts, (i + 1) * parts),) for i in range(len(rule.targets))]
     if config is None:
-        raise CheckpointError(f"'{whole.key}' holds query, key and value in one, and only config.json says how: give --config DIR")
+        raise CheckpointError(
+            f"'{whole.key}' holds query, key and value in one, and only config.json says how: give --config DIR (config= in Python)"
+        )
     heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
     width, rest = divmod(rows, heads + 2 * groups)
     if rest or heads % groups:
@@ -251,6 +275,27 @@ def _check_shape(rule: Rule, shape: tuple[int, ...], whole: Piece, config: Model
             f"'{whole.key}' becomes {list(shape)}, and {' and '.join(rule.shape)} in '{config.path}' make it {list(wanted)}; give the "
             "configuration of this model"
         )
+
+
+def draft_rule(source: str, target: str, *, transpose: bool = False) -> str:
+    """Return a rule as a file of rules has it."""
+    return json.dumps({"source": source, "targets": [target]} | ({"transpose": True} if transpose else {}))
+
+
+def _form(key: str) -> str:
+    """Return the form of a key, with placeholders for its numbers."""
+    numbers = itertools.count()
+    return _NUMBER.sub(lambda _: f"{{{'n' * (next(numbers) + 1)}}}", key)
+
+
+def _forms(keys: Sequence[str]) -> str:
+    """Return the first key of each form, and how many more are of it."""
+    forms: dict[str, list[str]] = {}
+    for key in keys:
+        forms.setdefault(_form(key), []).append(key)
+    shown = [f"'{first}'{f' and {len(others):,} like it' if others else ''}" for first, *others in forms.values()]
+    rest = len(shown) - _FORMS
+    return ", ".join(shown[:_FORMS]) + (f", ... ({counted(rest, 'more form')})" if rest > 0 else "")
 
 
 def _fill(target: str, values: Mapping[str, str]) -> str:
