@@ -9,7 +9,7 @@ from ..errors import CorruptCheckpointError, counted
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import JsonValue, cut_text, parse_json
 from ..storage.index import CheckpointIndex
-from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, text_and_arrays
+from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, metrics_of, text_and_arrays
 from .text import NOTHING, value_text
 from .values import read_values
 
@@ -62,7 +62,7 @@ def fact_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iterato
     yield from _kept_differences(_kept(first), _kept(second), one.extra_state is None and other.extra_state is None)
 
 
-def metrics_of(index: CheckpointIndex) -> dict[str, JsonValue]:
+def read_metrics(index: CheckpointIndex) -> dict[str, float]:
     """Return the metrics that a manager was given with a checkpoint, by name; none where there are none.
 
     Args:
@@ -74,10 +74,7 @@ def metrics_of(index: CheckpointIndex) -> dict[str, JsonValue]:
     if METRICS_KEY not in index:
         return {}
     try:
-        metrics = parse_json(_bytes(index, METRICS_KEY).decode(), allow_nan=True)
-        if not isinstance(metrics, dict):
-            raise ValueError(f"a {type(metrics).__name__}")
-        return metrics
+        return metrics_of(_bytes(index, METRICS_KEY))
     except ValueError as error:
         raise CorruptCheckpointError(f"'{index.path}': the metrics there are not what a manager writes ({cut_text(error)})") from error
 
@@ -88,14 +85,14 @@ class _Kept:
 
     fields: dict[str, JsonValue]
     arrays: bytes
-    metrics: JsonValue
+    metrics: dict[str, float]
 
 
 def _kept(index: CheckpointIndex) -> _Kept:
     """Read it; of a checkpoint of ``save`` alone there is nothing."""
     try:
         text, arrays = text_and_arrays(_bytes(index, COMMON_KEY)) if COMMON_KEY in index else ("{}", memoryview(b""))
-        return _Kept(dict(parse_json(text, allow_nan=True)), bytes(arrays), metrics_of(index))
+        return _Kept(dict(parse_json(text, allow_nan=True)), bytes(arrays), read_metrics(index))
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"'{index.path}': what a manager kept there is not what it writes ({cut_text(error)})") from error
 

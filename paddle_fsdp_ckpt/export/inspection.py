@@ -20,7 +20,7 @@ from ..storage.read_lock import while_reading
 from ..storage.reserved_keys import METRICS_KEY
 from ..storage.stock import open_index
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
-from .facts import metrics_of
+from .facts import read_metrics
 from .optimizer_description import Optimizer, described_optimizer
 from .roots import checkpoints_counted, checkpoints_in, no_checkpoints
 from .statistics import Statistics, statistics_of
@@ -104,7 +104,7 @@ class Inspection(BlockReport):
     problems: tuple[str, ...]
     has_digests: bool
     extra_state: JsonValue
-    metrics: dict[str, JsonValue]
+    metrics: dict[str, float]
 
     @property
     def is_good(self) -> bool:
@@ -195,7 +195,7 @@ class Steps(BlockReport):
                 str(one.world_size),
                 one.created or "-",
                 size_text(one.nbytes),
-                *(_metric(one.metrics.get(name)) for name in shown),
+                *(_number(one.metrics.get(name)) for name in shown),
                 "whole" if one.is_good else _not_whole(one.problems),
             ]
             for one in self.checkpoints
@@ -271,10 +271,10 @@ def _inspect(
     uncovered = plan_whole(index, index.keys()).problems.uncovered
     problems = [str(problem) for problem in uncovered]
     broken = {problem.key for problem in uncovered}
-    metrics: dict[str, JsonValue] = {}
+    metrics: dict[str, float] = {}
     if METRICS_KEY not in broken:
         try:
-            metrics = metrics_of(index)
+            metrics = read_metrics(index)
         except CheckpointError as error:
             problems.append(str(error))
     readable = [key for key in chosen if statistics and key not in broken]
@@ -337,10 +337,6 @@ def _statistics_cells(found: Statistics | None) -> list[str]:
     if found is None:
         return ["not whole", "-", "-", "-", "-"]
     return [*map(_number, (found.minimum, found.maximum, found.mean)), str(found.nan), str(found.infinite)]
-
-
-def _metric(value: JsonValue) -> str:
-    return _number(value) if isinstance(value, float) else value_text(value, _LONGEST)
 
 
 def _number(value: float | None) -> str:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, listing
 from ..storage.agreement import COORDINATOR
-from ..storage.format import MANIFEST_NAME, JsonValue, parse_json, parse_left_over
+from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
 from ..storage.index import read_manifest
-from ..storage.reserved_keys import METRICS_KEY, read_bytes
+from ..storage.reserved_keys import METRICS_KEY, metrics_of, read_bytes
 from ..storage.system_errors import is_there
 
 HISTORY_NAME = "history.jsonl"
@@ -210,18 +210,6 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
         return SavedStep(number, is_known=isinstance(error, ValueError))
     return SavedStep(number, datetime.fromisoformat(manifest.created), values)
-
-
-def metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
-    """Return the metrics that a step holds under its key.
-
-    Raises:
-        ValueError: they are none.
-    """
-    values = parse_json(bytes(encoded).decode(), allow_nan=True)
-    if not isinstance(values, dict) or not all(type(value) is float for value in values.values()):
-        raise ValueError("these are no metrics")
-    return values
 
 
 def names_of(steps: Sequence[int]) -> str:

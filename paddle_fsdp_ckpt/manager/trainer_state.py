@@ -26,11 +26,10 @@ from ..storage.format import JsonValue, Manifest, check_json
 from ..storage.index import read_index, read_manifest
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.reader import execute_read, verify_first
-from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, rank_key, read_bytes, sharded_key, sharded_keys
+from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
 from .extra_state import decode_extra_state, encode_extra_state
 from .random_state import capture_random_state, random_state_for, restore_random_state
 from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
-from .steps import metrics_of
 
 
 @dataclass(frozen=True)

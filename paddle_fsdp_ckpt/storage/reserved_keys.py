@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, CorruptCheckpointError, listing
 from ..pieces import Piece, whole_piece
-from .format import Manifest
+from .format import Manifest, parse_json
 from .index import CheckpointIndex, read_columns
 from .plan import plan_read
 from .reader import UNCHANGED, execute_read
@@ -59,6 +59,18 @@ def text_and_arrays(encoded: bytes | bytearray) -> tuple[str, memoryview]:
     if start > len(encoded):
         raise ValueError("it ends too early")
     return bytes(encoded[LENGTH_NBYTES:start]).decode(), memoryview(encoded)[start:]
+
+
+def metrics_of(encoded: bytes | bytearray) -> dict[str, float]:
+    """Return, by name, the metrics that are kept under :data:`METRICS_KEY`.
+
+    Raises:
+        ValueError: they are none.
+    """
+    values = parse_json(bytes(encoded).decode(), allow_nan=True)
+    if not isinstance(values, dict) or not all(type(value) is float for value in values.values()):
+        raise ValueError("these are no metrics")
+    return values
 
 
 def check_not_reserved(keys: Iterable[str]) -> None:
