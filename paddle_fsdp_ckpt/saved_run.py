@@ -188,7 +188,20 @@ def class_differences(run: SavedRun, index: CheckpointIndex, stepper: Stepper) -
         return _stock_differences(index, stepper)
     classes = {one.cls for one in run.optimizers if one.cls is not None and not stepper.names.isdisjoint(one.names)}
     other = sorted(classes - {stepper.cls})
-    return [f"it holds the states of {listing(other)}, and the optimizer is {stepper.cls}, whose states are others"] if other else []
+    return [_say_other_class(one, stepper) for one in other]
+
+
+def _say_other_class(saved: str, stepper: Stepper) -> str:
+    """Say why the states of another class of optimizer can't be taken."""
+    said = f"it holds the states of {saved}, and the optimizer is {stepper.cls}"
+    kept, keeps = CATALOG.get(saved), entry_of(stepper.optimizer).states
+    if kept is None:
+        return f"{said}; what {saved} keeps is not known here"
+    if kept.states.keys() != keeps.keys():
+        return f"{said}, which keeps {listing(keeps) or 'none'} and not {listing(kept.states) or 'nothing'}"
+    rules = "AdamW takes weight decay from the weights, and Adam adds it to the gradient and so to its moments"
+    why = f"other rules: {rules}" if {saved, stepper.cls} == {"Adam", "AdamW"} else "other rules, as far as is known"
+    return f"{said}: both keep {listing(keeps)}, but step by {why}. Make {saved} again, or start a new {stepper.cls} from the weights"
 
 
 def _stock_differences(index: CheckpointIndex, stepper: Stepper) -> list[str]:

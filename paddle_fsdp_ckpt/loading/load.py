@@ -28,7 +28,7 @@ from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Models, Stepper, Subjects, check_subjects
 from ..warn import warn_caller
-from .options import PARTS, KeyMap, check_options
+from .options import PARTS, PATTERNS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
 from .report import LoadNotes, LoadReport, merge_notes
@@ -43,6 +43,7 @@ def load(
     parts: Iterable[str] | None = None,
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
+    allow_other_shape: Iterable[str] = (),
     cast: bool = False,
     key_map: KeyMap | None = None,
     copy_tied: bool = False,
@@ -71,6 +72,8 @@ def load(
             character, ``[...]`` for some characters. Parameters and buffers then keep their values. A parameter that lacks states
             starts afresh, and patterns must match all its states (``"head.weight.*"``): half a state is of no use.
         allow_unexpected: patterns of keys, as the checkpoint names them, that the objects may lack. They are not loaded.
+        allow_other_shape: patterns of names of parameters and buffers that may have another shape in the checkpoint, such as
+            ``["embed.weight", "head.*"]`` of a vocabulary that has grown. They keep their values, and their states start afresh.
         cast: convert between floating point types by value, to the nearest. A float32 parameter is then taken from the master weight
             of a low-precision one, and a missing master weight from the parameter. A value too large for its new type is an error.
         key_map: where names differ: a function from the name of a parameter or buffer in the model to its name in the checkpoint, or a
@@ -111,6 +114,7 @@ def load(
                 [name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
+                allow_other_shape=allow_other_shape,
                 cast=cast,
                 key_map=key_map,
                 parts=parts,
@@ -198,7 +202,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
 
 def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base: list[str]) -> LoadReport:
     run, options = plan.run, plan.options
-    given = [f"allow_missing={one!r}" for one in options.allow_missing] + [f"allow_unexpected={one!r}" for one in options.allow_unexpected]
+    given = [f"{name}={one!r}" for name in PATTERNS for one in getattr(options, name)]
     return LoadReport(
         plan.index.path,
         run.step,
@@ -211,6 +215,7 @@ def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base
         differences=differences,
         # Ranks that keep nothing of a parameter don't know that all its states start afresh.
         missing=[key for key in notes.missing if key.rpartition(".")[0] not in notes.started_afresh],
+        other_shape=notes.other_shape,
         started_afresh=notes.started_afresh,
         unexpected=notes.unexpected,
         casts=notes.casts,
@@ -227,7 +232,7 @@ def _announce(subjects: Subjects, plan: LoadPlan) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
     loaded = plan.subjects
     stepped = [one for stepper in loaded.steppers for one in stepper.parameters]
-    kept = [*plan.notes.missing, *plan.base]
+    kept = [*plan.notes.missing, *plan.base, *plan.kept]
     loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, kept)
     # What is cut knows its optimizers; a plain model doesn't.
     if loaded.model is not None and not loaded.steppers:

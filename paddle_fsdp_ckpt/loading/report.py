@@ -36,6 +36,23 @@ class CastKey(NamedTuple):
         return f"'{self.key}': {self.saved}{source} -> {self.now}{' (rounded)' if self.may_have_rounded else ''}"
 
 
+class OtherShape(NamedTuple):
+    """A parameter or buffer that kept its values, since the checkpoint has others of another shape.
+
+    Attributes:
+        key: its name in the objects.
+        saved: the whole shape in the checkpoint.
+        now: that of the object.
+    """
+
+    key: str
+    saved: tuple[int, ...]
+    now: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.key}': {list(self.saved)} in it, {list(self.now)} here"
+
+
 @dataclass(frozen=True)
 class LoadNotes:
     """What one rank has to report, or all of them together; see :class:`LoadReport`."""
@@ -43,6 +60,7 @@ class LoadNotes:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     casts: list[CastKey] = field(default_factory=list)
+    other_shape: list[OtherShape] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     used_options: list[str] = field(default_factory=list)
 
@@ -58,7 +76,8 @@ def merge_notes(ranks: Sequence[JsonValue]) -> LoadNotes:
         return sorted({one for notes in ranks for one in notes[kind]})
 
     casts = sorted({CastKey(*one) for notes in ranks for one in notes["casts"]})
-    return LoadNotes(union("missing"), union("unexpected"), casts, union("started_afresh"), union("used_options"))
+    shapes = sorted({OtherShape(key, tuple(saved), tuple(now)) for notes in ranks for key, saved, now in notes["other_shape"]})
+    return LoadNotes(union("missing"), union("unexpected"), casts, shapes, union("started_afresh"), union("used_options"))
 
 
 @dataclass(frozen=True)
@@ -77,8 +96,10 @@ class LoadReport:
         not_asked_for: keys of the checkpoint, as it names them, that belong to a part that was not loaded.
         differences: in words, settings of the optimizers, and scalings of LoRA layers, that were saved otherwise and were left as they are.
         missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values.
-        started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows. They have none now:
-            the next step begins them as that of a new optimizer would.
+        other_shape: parameters and buffers that have another shape in the checkpoint, as ``allow_other_shape`` allows. They kept their
+            values.
+        started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows, or had another shape,
+            as ``allow_other_shape`` does. They have none now: the next step begins them as that of a new optimizer would.
         unexpected: keys of the checkpoint, as it names them, that were loaded nowhere, as ``allow_unexpected`` allows, or because another
             tied name's values were taken, or the parameter started afresh.
         casts: what was converted, as ``cast`` allows.
@@ -101,6 +122,7 @@ class LoadReport:
     not_asked_for: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    other_shape: list[OtherShape] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     casts: list[CastKey] = field(default_factory=list)
@@ -118,6 +140,7 @@ class LoadReport:
             self.not_asked_for
             or self.differences
             or self.missing
+            or self.other_shape
             or self.started_afresh
             or self.unexpected
             or self.casts
@@ -139,6 +162,10 @@ class LoadReport:
         """Return what one of them is called, and several are; and all of them."""
         return [
             (("key missing, left as it was", "keys missing, left as they were"), self.missing),
+            (
+                ("key of another shape in it, left as it was", "keys of another shape in it, left as they were"),
+                [str(one) for one in self.other_shape],
+            ),
             (("parameter whose states start afresh", "parameters whose states start afresh"), self.started_afresh),
             (("key of the checkpoint left out", "keys of the checkpoint left out"), self.unexpected),
             (("key of the checkpoint not asked for", "keys of the checkpoint not asked for"), self.not_asked_for),
