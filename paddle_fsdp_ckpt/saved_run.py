@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from .errors import IncompleteCheckpointError, listing
 from .lora_layers import lora_a_of
-from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate
+from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate, takes_learning_rate
 from .storage.base_parameter import BaseParameter
 from .storage.comparison import have_same_values
 from .storage.format import JsonValue
@@ -222,17 +222,22 @@ def _stock_differences(index: CheckpointIndex, stepper: Stepper) -> list[str]:
     return []
 
 
-def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
-    """Give each optimizer's scheduler the state of the one that was saved, and return what differs otherwise, in words."""
+def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> tuple[list[str], bool]:
+    """Give each optimizer's scheduler the state of the one that was saved.
+
+    Returns:
+        What differs otherwise, in words, and whether each optimizer goes on with the schedule, or the number, that was saved.
+    """
     if run.tied is None:
-        return _open_questions(steppers, run)
-    sentences = []
+        return _open_questions(steppers, run), False
+    sentences, taken = [], 0
     for stepper in steppers:
         for one in run.optimizers:
             if not stepper.names.isdisjoint(one.names):
+                taken += takes_learning_rate(stepper.optimizer, one.learning_rate)
                 sentences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
                 break
-    return [text for text in sentences if text is not None]
+    return [text for text in sentences if text is not None], taken == len(steppers)
 
 
 def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from .options import PARTS, PATTERNS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
 from .report import LoadNotes, LoadReport, merge_notes
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
 
 
 @while_reading("path")
@@ -154,7 +157,7 @@ def load(
     finally:
         _announce(subjects, plan)
     _reset_gradients(plan.subjects, plan.run)
-    differences = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else []
+    differences, has_rates = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else ([], False)
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
@@ -163,9 +166,14 @@ def load(
             "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
             "checkpoint's"
         )
+    if rendezvous.rank == COORDINATOR:
+        for one in differences:
+            _LOG.warning("loaded '%s': %s", plan.index.path, one)
     if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
-    return _report(plan, merge_notes([verdict["notes"]]), differences, verdict["other_base"])
+    found = {"model": True, "optimizer": bool(plan.run.optimizers), "learning_rate": has_rates}
+    parts = [part for part in PARTS if part in plan.options.parts and found[part]]
+    return _report(plan, merge_notes([verdict["notes"]]), parts, differences, verdict["other_base"])
 
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
@@ -200,7 +208,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
     }
 
 
-def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base: list[str]) -> LoadReport:
+def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: list[str], other_base: list[str]) -> LoadReport:
     run, options = plan.run, plan.options
     given = [f"{name}={one!r}" for name in PATTERNS for one in getattr(options, name)]
     return LoadReport(
@@ -209,7 +217,7 @@ def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base
         run.world_size,
         run.extra_state,
         plan.reading.count,
-        parts=[part for part in PARTS if part in options.parts],
+        parts=parts,
         without_state=plan.without_state,
         not_asked_for=plan.not_asked_for,
         differences=differences,

@@ -90,7 +90,8 @@ class LoadReport:
         world_size: how many ranks saved it.
         extra_state: what was given to ``save``.
         loaded: how many keys this rank loaded.
-        parts: which parts were loaded: ``"model"``, ``"optimizer"``, ``"learning_rate"``.
+        parts: which parts were loaded: ``"model"``, ``"optimizer"``, ``"learning_rate"``; the last only where each optimizer goes on
+            with the schedule, or the number, that was saved.
         without_state: parameters of the optimizers for which the checkpoint has no state, because they never had a gradient.
             They have none now either.
         not_asked_for: keys of the checkpoint, as it names them, that belong to a part that was not loaded.
@@ -108,6 +109,7 @@ class LoadReport:
         damaged: key or file of the checkpoint, as it names them -> in words, why it could not be loaded, as ``salvage`` allows. Where
             that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings.
         base: parameters that the checkpoint leaves to the base, since they didn't train when it was saved; they are as they were before.
+        not_restored: in words, what a ``CheckpointManager`` had saved besides and its restore was not given.
         other_base: those of them that are not what they were when it was saved, as ``allow_other_base`` allows.
         unused_options: patterns and entries of ``key_map`` that nothing needed; perhaps they are misspelt.
     """
@@ -131,6 +133,7 @@ class LoadReport:
     damaged: dict[str, str] = field(default_factory=dict)
     base: list[str] = field(default_factory=list)
     other_base: list[str] = field(default_factory=list)
+    not_restored: list[str] = field(default_factory=list)
     unused_options: list[str] = field(default_factory=list)
 
     @property
@@ -148,11 +151,12 @@ class LoadReport:
             or self.copied_tied
             or self.damaged
             or self.other_base
+            or self.not_restored
         )
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts)}"]
+        lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts) or 'nothing'}"]
         lines += [f"{counted(len(items), *what)}: {_first(items)}" for what, items in self._deviations() if items]
         if self.is_exact:
             lines.append("everything in it, as it was saved")
@@ -183,6 +187,7 @@ class LoadReport:
                 ),
                 self.other_base,
             ),
+            (("thing saved besides, and not restored", "things saved besides, and not restored"), self.not_restored),
             (("setting differs", "settings differ"), self.differences),
             (
                 ("parameter without a gradient so far, and without state", "parameters without a gradient so far, and without state"),

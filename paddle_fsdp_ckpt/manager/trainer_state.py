@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ from ..fsdp import why_without_values
 from ..host_memory import destinations
 from ..loading.planned import counter_of
 from ..meeting import digest_of
-from ..optim import describe_grad_scaler, describe_scheduler, restore_grad_scaler, restore_scheduler, warn_of_pending_update
+from ..optim import (
+    describe_grad_scaler,
+    describe_scheduler,
+    restore_grad_scaler,
+    restore_scheduler,
+    say_learning_rate,
+    warn_of_pending_update,
+)
 from ..progress import ProgressLine
 from ..saving import Kept
 from ..storage.agreement import COORDINATOR
@@ -171,6 +178,14 @@ class SavedState:
         elif self.random:
             differences += restore_random_state(self.random)
         return [text for text in differences if text is not None]
+
+    def not_restored(self, state: TrainerState, parts: Collection[str]) -> list[str]:
+        """Say what was not given to be restored, of which schedulers may have come back with their optimizers; ``parts`` of a load."""
+        with_optimizers = [one["learning_rate"] for one in self.manifest.optimizers if "learning_rate" in parts]
+        left = [one for name, one in self.lr_schedulers.items() if name not in state.lr_schedulers and one not in with_optimizers]
+        sentences = [f"lr_scheduler, {listing(map(say_learning_rate, left))}: give restore(lr_scheduler=...)"] * bool(left)
+        others = [what for what in self.not_asked_for if not what.startswith("lr_scheduler")]
+        return sentences + [f"{what}: give restore({what.split()[0]}=...)" for what in others]
 
     def read_sharded(self, state: TrainerState, progress: ProgressLine) -> None:
         """Read the sharded tensors into those that were given."""
