@@ -130,7 +130,8 @@ class Restoring:
                 if not self._is_damaged(step, error):
                     raise
                 if not before or not fall_back:
-                    raise _with_way_out(error, step, before) from error
+                    # It says all that the error says, which would be printed twice.
+                    raise _with_way_out(error, step, before).with_traceback(error.__traceback__) from None
                 fell_back_from[step] = str(error)
                 continue
             return RestoreReport(
@@ -192,7 +193,8 @@ class Restoring:
             except OSError as error:  # which says nothing of the checkpoint
                 raise CheckpointError(f"{describe_error(error)}; {PARTIAL_STATE}") from error
             except CheckpointError as error:
-                raise CorruptCheckpointError(str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}") from error
+                text = str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}"
+                raise CorruptCheckpointError(text).with_traceback(error.__traceback__) from None
 
         exchange(self.rendezvous, f"{token}/finish", finish, lambda _: None, self.timeout_seconds)
         return saved, report, differences

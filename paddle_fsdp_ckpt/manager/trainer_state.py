@@ -31,6 +31,7 @@ from ..storage.agreement import COORDINATOR
 from ..storage.flex import piece_of
 from ..storage.format import JsonValue, Manifest, check_json
 from ..storage.index import read_index, read_manifest
+from ..storage.key_names import say_key
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.reader import execute_read, verify_first
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
@@ -272,7 +273,7 @@ def _read_own(path: Path, manifest: Manifest, number: int) -> Any:
 
 
 def _decoded(path: Path, key: str, encoded: bytearray, fields: set[str]) -> dict[str, Any]:
-    value = decode_extra_state(encoded, f"'{path}', '{key}'")
+    value = decode_extra_state(encoded, f"'{path}', {say_key(key)}")
     if not isinstance(value, dict) or value.keys() != fields:
-        raise CorruptCheckpointError(f"'{path}', '{key}' is not what a save writes; load another checkpoint")
+        raise CorruptCheckpointError(f"'{path}', {say_key(key)}: it is not what a save writes; load another checkpoint")
     return value
