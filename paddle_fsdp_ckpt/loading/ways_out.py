@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..fsdp import dtype_name
+from ..optim.registry import MASTER_WEIGHT_KEY
 from ..storage.problems import KeyProblem, ReadProblems, WaysOut
 from ..subjects import Subjects
 from .saved_names import RenamedCheckpoint
@@ -52,7 +53,7 @@ def find_ways_out(
     is_renamed = may_rename and lost and left
     return WaysOut(
         _patterns_of_missing(problems.missing, model_keys, states, has_states=bool(subjects.steppers)),
-        _patterns_of_unexpected(problems.unexpected, stored, stored_states),
+        _patterns_of_unexpected(problems.unexpected, set(stored), stored_states),
         tuple(sorted({glob.escape(_owner(one.key) if is_of_states(one.key) else one.key) for one in problems.wrong_shape})),
         _renamed_layers(
             _in_layers(lost, model_keys, _described(subjects)),
@@ -94,17 +95,18 @@ def _patterns_of_missing(
         else:
             patterns.update(glob.escape(key) for key in keys)
             patterns.update(f"{glob.escape(key)}.*" for key in keys if has_states)
-    owners = {_owner(key) for key in missing if key in states}
+    # Master weights alone come from the parameters, by a cast.
+    owners = {_owner(key) for key in missing if key in states and not key.endswith(f".{MASTER_WEIGHT_KEY}")}
     if len(owners) > _FEW and not any(key.endswith("_0") for key in model_keys):
         return (*sorted(patterns), "*_0")
     return (*sorted(patterns), *sorted(f"{glob.escape(name)}.*" for name in owners))
 
 
-def _patterns_of_unexpected(unexpected: Sequence[str], stored: Collection[str], states: Collection[str]) -> tuple[str, ...]:
+def _patterns_of_unexpected(unexpected: Sequence[str], stored: set[str], states: Collection[str]) -> tuple[str, ...]:
     left = set(unexpected)
     # States of which there is no use, of parameters that are loaded.
     alone = [key for key in unexpected if key in states and _owner(key) not in left and _owner(key) in stored]
-    layers = whole_layers([key for key in unexpected if key not in set(alone)], stored, left)
+    layers = whole_layers(left.difference(alone), stored, left)
     patterns = {f"{glob.escape(beginning)}{'*' if beginning.endswith('.') else ''}" for beginning in layers}
     patterns |= {f"*.{glob.escape(key.rpartition('.')[2])}" for key in alone} if len(alone) > _FEW else set(map(glob.escape, alone))
     return tuple(sorted(patterns))
@@ -168,9 +170,6 @@ def _renamed_layers(
     here: Mapping[str, frozenset[tuple[str, _Described]]], there: Mapping[str, frozenset[tuple[str, _Described]]]
 ) -> dict[str, str]:
     """Return layers of the objects that are just like one of the checkpoint, and like no other."""
-    found = {}
-    for beginning, held in here.items():
-        alike = [one for one, other in there.items() if other == held]
-        if len(alike) == 1 and list(here.values()).count(held) == 1:
-            found[beginning] = alike[0]
-    return found
+    counts, saved = Counter(here.values()), Counter(there.values())
+    names = {held: beginning for beginning, held in there.items()}
+    return {beginning: names[held] for beginning, held in here.items() if counts[held] == saved[held] == 1}

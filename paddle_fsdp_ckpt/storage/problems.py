@@ -184,6 +184,8 @@ class ReadProblems:
                 "either a file is damaged, or ranks saved different tensors under one name: give those distinct keys or offsets, or load "
                 "another checkpoint"
             )
+        if self.wrong_shape and not self.ways_out.has_same_shapes:
+            return f"nothing that is to be loaded has the shape that it has there; make the model with the sizes that it had then{either}"
         weights = '; or only the weights, which fit: parts={"model"}' if self.ways_out.weights_fit else ""
         return f"load it into the model and optimizer that it was saved from{either}{weights}"
 

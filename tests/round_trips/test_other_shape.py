@@ -115,6 +115,6 @@ def test_an_error_says_what_hinders(saved: Saved, ranks: Ranks) -> None:
         ranks(2).run(refused, path, "wide", "adamw", [{}]),
         [
             "14 of another shape:\n    'blocks.0.down.bias': checkpoint has shape [10], the model wants [11] (and of its states),\n    '",
-            "Way out: load it into the model and optimizer that it was saved from",
+            "Way out: nothing that is to be loaded has the shape that it has there; make the model with the sizes that it had then",
         ],
     )
