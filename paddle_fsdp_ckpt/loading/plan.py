@@ -12,26 +12,26 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..errors import IncompleteCheckpointError, MismatchError, listing
 from ..optim import entry_of
 from ..optim.registry import MASTER_WEIGHT_KEY
-from ..pieces import Piece
 from ..progress import ProgressLine
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
-from ..storage.casts import can_cast, may_overflow, may_round, read_cast
+from ..storage.casts import can_cast, may_round
 from ..storage.flex import piece_of
 from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
-from ..storage.plan import ReadPlan, plan_read
-from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
-from ..storage.reader import differing_duplicates, verify_first
+from ..storage.plan import plan_read
+from ..storage.problems import OtherProblem, ReadProblems
+from ..storage.reader import verify_first
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import ModelTensors, Stepper, Subjects
 from .exact import plan_exact_load
 from .options import PATTERNS, LoadOptions, Patterns, map_names, unused_prefixes
-from .planned import KeyTarget, LoadPlan, TargetReading, counter_of, read_targets
+from .planned import KeyTarget, LoadPlan, TargetReading, counter_of
 from .report import CastKey, LoadNotes, OtherShape
 from .saved_names import RenamedCheckpoint, rename_checkpoint
+from .values import Values
 from .ways_out import find_ways_out, without_states
 
 _LOW_PRECISION = ("float16", "bfloat16")
@@ -291,7 +291,8 @@ class _Planner:
             self.left_out -= self.states_of(name)
         self.expected |= {one.source for one in self.targets}
         targets = [one for one in self.targets if one.source in self.index]
-        reads = plan_read(self.index, [self._stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
+        values = Values(self.index, self.options.cast, self.progress)
+        reads = plan_read(self.index, [values.stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
         self._check_kept_masters([*self.kept, *(one for one in self.targets if one.source not in self.index)])
         missing, problems = self._judge(reads.problems, [one.source for one in targets])
         if self.options.verify_first and not problems:
@@ -299,7 +300,8 @@ class _Planner:
                 verify_first(reads, counter_of(self.progress, reads))
         left_out = {self.saved.original_key(key) for key in {*self.left_out, *reads.problems.unexpected}}
         if not problems:
-            problems = self._check_values(targets, reads)
+            copies = [(one, [self._state_target(key, weight) for key, weight in one.copies.items()]) for one in self.state_loads]
+            problems = values.check(targets, reads, copies)
         patterns = zip(PATTERNS, (self.may_be_missing, self.may_be_left_out, self.may_have_other_shape), strict=True)
         used = [f"{name}={one!r}" for name, some in patterns for one in some.used()]
         shapes = [OtherShape(one.key, self.index.global_shape(one.source), one.piece.global_shape) for one in self.kept]
@@ -321,10 +323,6 @@ class _Planner:
             damaged=damaged,
             base=self.base,
         )
-
-    def _stored_piece(self, target: KeyTarget) -> Piece:
-        stored = self.index.dtypes[target.source]
-        return replace(target.piece, dtype=stored) if self.options.cast and can_cast(stored, target.piece.dtype) else target.piece
 
     def _judge(self, problems: ReadProblems, sources: Sequence[str]) -> tuple[list[str], ReadProblems]:
         """Return the keys that may be missing, and what is wrong besides what the options allow."""
@@ -367,43 +365,6 @@ class _Planner:
                 f"in Paddle's fused buffers, {listing(kept)} can't keep master weights where those of others follow the model; load the "
                 "optimizer too"
             )
-
-    def _check_values(self, targets: Sequence[KeyTarget], reads: ReadPlan) -> ReadProblems:
-        """Read what must be judged before anything changes, and judge it."""
-        dtypes, files = self.index.dtypes, self.index.files
-        conflicts = {
-            KeyProblem(two.key, f"{files[two.file].name} and {files[two.other_file].name} hold different values for the same elements")
-            for two in differing_duplicates(self.index, reads.duplicates)
-        }
-        narrowed = [one for one in targets if may_overflow(dtypes[one.source], one.piece.dtype)]
-        if narrowed:
-            self._verify(narrowed)
-        overflows = zip(narrowed, read_cast(self.index, [one.piece for one in narrowed], None), strict=True)
-        too_large = [
-            KeyProblem(one.key, f"{count} of its {dtypes[one.source]} values are too large for {one.piece.dtype}")
-            for one, count in overflows
-            if count
-        ]
-        others = [text for loading in self.state_loads if loading.copies for text in self._check_copies(loading)]
-        return ReadProblems(
-            self.index.path, wrong_dtype=tuple(too_large), conflicts=tuple(sorted(conflicts)), others=tuple(map(OtherProblem, others))
-        )
-
-    def _check_copies(self, loading: StateLoad) -> list[str]:
-        """Say what an optimizer has against the values that it would get."""
-        copies = [self._state_target(key, weight) for key, weight in loading.copies.items()]
-        read_targets(self.index, copies, self._verify(copies), self.progress)
-        try:
-            loading.check()
-        except MismatchError as error:
-            return [str(error)]
-        return []
-
-    def _verify(self, targets: Sequence[KeyTarget]) -> ReadPlan:
-        """Return how to read some of the targets, of which all digests are right."""
-        reads = plan_read(self.index, [self._stored_piece(one) for one in targets], ())
-        verify_first(reads)
-        return reads
 
     def _casts(self, targets: Sequence[KeyTarget]) -> list[CastKey]:
         casts = []
