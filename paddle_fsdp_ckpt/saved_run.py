@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from .errors import IncompleteCheckpointError, listing
 from .lora_layers import lora_a_of
-from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate
+from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate, takes_learning_rate
 from .storage.base_parameter import BaseParameter
 from .storage.comparison import have_same_values
 from .storage.format import JsonValue
@@ -188,7 +188,20 @@ def class_differences(run: SavedRun, index: CheckpointIndex, stepper: Stepper) -
         return _stock_differences(index, stepper)
     classes = {one.cls for one in run.optimizers if one.cls is not None and not stepper.names.isdisjoint(one.names)}
     other = sorted(classes - {stepper.cls})
-    return [f"it holds the states of {listing(other)}, and the optimizer is {stepper.cls}, whose states are others"] if other else []
+    return [_say_other_class(one, stepper) for one in other]
+
+
+def _say_other_class(saved: str, stepper: Stepper) -> str:
+    """Say why the states of another class of optimizer can't be taken."""
+    said = f"it holds the states of {saved}, and the optimizer is {stepper.cls}"
+    kept, keeps = CATALOG.get(saved), entry_of(stepper.optimizer).states
+    if kept is None:
+        return f"{said}; what {saved} keeps is not known here"
+    if kept.states.keys() != keeps.keys():
+        return f"{said}, which keeps {listing(keeps) or 'none'} and not {listing(kept.states) or 'nothing'}"
+    rules = "AdamW takes weight decay from the weights, and Adam adds it to the gradient and so to its moments"
+    why = f"other rules: {rules}" if {saved, stepper.cls} == {"Adam", "AdamW"} else "other rules, as far as is known"
+    return f"{said}: both keep {listing(keeps)}, but step by {why}. Make {saved} again, or start a new {stepper.cls} from the weights"
 
 
 def _stock_differences(index: CheckpointIndex, stepper: Stepper) -> list[str]:
@@ -209,17 +222,22 @@ def _stock_differences(index: CheckpointIndex, stepper: Stepper) -> list[str]:
     return []
 
 
-def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
-    """Give each optimizer's scheduler the state of the one that was saved, and return what differs otherwise, in words."""
+def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> tuple[list[str], bool]:
+    """Give each optimizer's scheduler the state of the one that was saved.
+
+    Returns:
+        What differs otherwise, in words, and whether each optimizer goes on with the schedule, or the number, that was saved.
+    """
     if run.tied is None:
-        return _open_questions(steppers, run)
-    sentences = []
+        return _open_questions(steppers, run), False
+    sentences, taken = [], 0
     for stepper in steppers:
         for one in run.optimizers:
             if not stepper.names.isdisjoint(one.names):
+                taken += takes_learning_rate(stepper.optimizer, one.learning_rate)
                 sentences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
                 break
-    return [text for text in sentences if text is not None]
+    return [text for text in sentences if text is not None], taken == len(steppers)
 
 
 def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from paddle_fsdp_ckpt.loading.report import CastKey, LoadNotes, LoadReport, merge_notes
+from paddle_fsdp_ckpt.loading.report import CastKey, LoadNotes, LoadReport, OtherShape, merge_notes
 
 EXACT = LoadReport(Path("step_7"), 7, 4, None, 12, parts=["model", "optimizer"])
+SHAPE = OtherShape("a", (2, 3), (4, 3))
 CAST = CastKey("a", "a", "float32", "bfloat16", True)
 
 
@@ -28,6 +29,8 @@ def test_an_exact_load() -> None:
     ("what", "line"),
     [
         ({"missing": ["a", "b"]}, "2 keys missing, left as they were: a, b"),
+        ({"other_shape": [SHAPE]}, "1 key of another shape in it, left as it was: 'a': [2, 3] in it, [4, 3] here"),
+        ({"not_restored": ["x"]}, "1 thing saved besides, and not restored: x"),
         ({"started_afresh": ["a"]}, "1 parameter whose states start afresh: a"),
         ({"unexpected": list("abcdefgh")}, "8 keys of the checkpoint left out: a, b, c, d, e, ... (3 more)"),
         ({"not_asked_for": ["a"]}, "1 key of the checkpoint not asked for: a"),
@@ -45,8 +48,8 @@ def test_what_differs_is_said(what: dict[str, Any], line: str) -> None:
 
 
 def test_notes_of_all_ranks() -> None:
-    one = LoadNotes(missing=["b"], casts=[CAST], used_options=["x"])
+    one = LoadNotes(missing=["b"], casts=[CAST], used_options=["x"], other_shape=[SHAPE])
     other = LoadNotes(missing=["a", "b"], unexpected=["c"], casts=[CAST, CAST._replace(key="0")], started_afresh=["d"])
     merged = merge_notes([json.loads(json.dumps(notes.to_json())) for notes in (one, other)])
-    assert merged == LoadNotes(["a", "b"], ["c"], [CAST._replace(key="0"), CAST], ["d"], ["x"])
+    assert merged == LoadNotes(["a", "b"], ["c"], [CAST._replace(key="0"), CAST], [SHAPE], ["d"], ["x"])
     assert merge_notes([json.loads(json.dumps(merged.to_json()))]) == merged

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..storage.index import CheckpointIndex
-from ..storage.reserved_keys import PREFIX, is_sharded_key
+from ..storage.key_names import RESERVED_PREFIX
+from ..storage.reserved_keys import is_sharded_key
 
 MASTER_WEIGHT = "w_0"
 """The last part of a master weight's key."""
@@ -42,7 +43,7 @@ def contents_of(index: CheckpointIndex) -> Contents:
     states: dict[str, dict[str, str]] = {}
     masters: dict[str, str] = {}
     for key in index.stored:
-        if key.startswith(PREFIX):
+        if key.startswith(RESERVED_PREFIX):
             continue
         owner, dot, state = key.rpartition(".")
         is_state = dot and state.endswith("_0") and (owner in index or owner.rpartition(".")[2] in _PARAMETERS)
@@ -63,4 +64,4 @@ def kinds_of(index: CheckpointIndex, contents: Contents) -> dict[str, str]:
     """Return what each key of a checkpoint is, in words: one of the kinds, or the name of a state."""
     kinds = dict.fromkeys(contents.model, MODEL) | dict.fromkeys(contents.masters.values(), MASTERS)
     kinds |= {key: state.removesuffix("_0") for states in contents.states.values() for state, key in states.items()}
-    return kinds | {key: SHARDED if is_sharded_key(key) else TRAINER for key in index.stored if key.startswith(PREFIX)}
+    return kinds | {key: SHARDED if is_sharded_key(key) else TRAINER for key in index.stored if key.startswith(RESERVED_PREFIX)}

@@ -22,7 +22,7 @@ from ..storage.problems import ReadProblems
 from ..storage.ranges import FileRanges, end_to_end
 from ..storage.table import PieceTable
 from ..subjects import Stepper, Subjects
-from .options import LoadOptions
+from .options import PATTERNS, LoadOptions
 from .planned import LoadPlan, RangeReading
 
 _KEYS_AT_A_TIME = 1 << 14  # to find where their values lie, so that it takes little memory
@@ -75,7 +75,7 @@ def _is_usual(run: SavedRun, subjects: Subjects, options: LoadOptions, tied: lis
         and subjects.model is not None
         and bool(subjects.steppers)
         and {"model", "optimizer"} <= options.parts
-        and not (options.allow_missing or options.allow_unexpected or options.verify_first or options.salvage)
+        and not any(getattr(options, name) for name in (*PATTERNS, "verify_first", "salvage"))
         and options.key_map is None
         and run.tied is not None
         and run.tied == {tuple(names) for names in tied}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -28,10 +29,12 @@ from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Models, Stepper, Subjects, check_subjects
 from ..warn import warn_caller
-from .options import PARTS, KeyMap, check_options
+from .options import PARTS, PATTERNS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
 from .report import LoadNotes, LoadReport, merge_notes
+
+_LOG = logging.getLogger("paddle_fsdp_ckpt")
 
 
 @while_reading("path")
@@ -43,6 +46,7 @@ def load(
     parts: Iterable[str] | None = None,
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
+    allow_other_shape: Iterable[str] = (),
     cast: bool = False,
     key_map: KeyMap | None = None,
     copy_tied: bool = False,
@@ -71,6 +75,8 @@ def load(
             character, ``[...]`` for some characters. Parameters and buffers then keep their values. A parameter that lacks states
             starts afresh, and patterns must match all its states (``"head.weight.*"``): half a state is of no use.
         allow_unexpected: patterns of keys, as the checkpoint names them, that the objects may lack. They are not loaded.
+        allow_other_shape: patterns of names of parameters and buffers that may have another shape in the checkpoint, such as
+            ``["embed.weight", "head.*"]`` of a vocabulary that has grown. They keep their values, and their states start afresh.
         cast: convert between floating point types by value, to the nearest. A float32 parameter is then taken from the master weight
             of a low-precision one, and a missing master weight from the parameter. A value too large for its new type is an error.
         key_map: where names differ: a function from the name of a parameter or buffer in the model to its name in the checkpoint, or a
@@ -111,6 +117,7 @@ def load(
                 [name for name, there in (("model", model is not None), ("optimizer", optimizers)) if there],
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
+                allow_other_shape=allow_other_shape,
                 cast=cast,
                 key_map=key_map,
                 parts=parts,
@@ -150,7 +157,7 @@ def load(
     finally:
         _announce(subjects, plan)
     _reset_gradients(plan.subjects, plan.run)
-    differences = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else []
+    differences, has_rates = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else ([], False)
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
@@ -159,9 +166,14 @@ def load(
             "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
             "checkpoint's"
         )
+    if rendezvous.rank == COORDINATOR:
+        for one in differences:
+            _LOG.warning("loaded '%s': %s", plan.index.path, one)
     if plan.subjects.steppers and "learning_rate" not in plan.options.parts:
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
-    return _report(plan, merge_notes([verdict["notes"]]), differences, verdict["other_base"])
+    found = {"model": True, "optimizer": bool(plan.run.optimizers), "learning_rate": has_rates}
+    parts = [part for part in PARTS if part in plan.options.parts and found[part]]
+    return _report(plan, merge_notes([verdict["notes"]]), parts, differences, verdict["other_base"])
 
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
@@ -196,21 +208,22 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
     }
 
 
-def _report(plan: LoadPlan, notes: LoadNotes, differences: list[str], other_base: list[str]) -> LoadReport:
+def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: list[str], other_base: list[str]) -> LoadReport:
     run, options = plan.run, plan.options
-    given = [f"allow_missing={one!r}" for one in options.allow_missing] + [f"allow_unexpected={one!r}" for one in options.allow_unexpected]
+    given = [f"{name}={one!r}" for name in PATTERNS for one in getattr(options, name)]
     return LoadReport(
         plan.index.path,
         run.step,
         run.world_size,
         run.extra_state,
         plan.reading.count,
-        parts=[part for part in PARTS if part in options.parts],
+        parts=parts,
         without_state=plan.without_state,
         not_asked_for=plan.not_asked_for,
         differences=differences,
         # Ranks that keep nothing of a parameter don't know that all its states start afresh.
         missing=[key for key in notes.missing if key.rpartition(".")[0] not in notes.started_afresh],
+        other_shape=notes.other_shape,
         started_afresh=notes.started_afresh,
         unexpected=notes.unexpected,
         casts=notes.casts,
@@ -227,7 +240,7 @@ def _announce(subjects: Subjects, plan: LoadPlan) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
     loaded = plan.subjects
     stepped = [one for stepper in loaded.steppers for one in stepper.parameters]
-    kept = [*plan.notes.missing, *plan.base]
+    kept = [*plan.notes.missing, *plan.base, *plan.kept]
     loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, kept)
     # What is cut knows its optimizers; a plain model doesn't.
     if loaded.model is not None and not loaded.steppers:

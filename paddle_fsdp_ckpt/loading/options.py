@@ -24,6 +24,7 @@ class LoadOptions:
     Attributes:
         allow_missing: patterns of keys, as the objects name them, that the checkpoint may lack.
         allow_unexpected: patterns of keys, as the checkpoint names them, that the objects may lack.
+        allow_other_shape: patterns of parameters and buffers, as the objects name them, that may have another shape in the checkpoint.
         cast: whether floating point values are converted.
         key_map: see :data:`KeyMap`; None where the names are the same.
         parts: those of :data:`PARTS` that are loaded.
@@ -36,6 +37,7 @@ class LoadOptions:
 
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
+    allow_other_shape: tuple[str, ...] = ()
     cast: bool = False
     key_map: KeyMap | None = None
     parts: frozenset[str] = field(default_factory=frozenset)
@@ -50,6 +52,9 @@ class LoadOptions:
         described = [(name, sorted(value) if name == "parts" else value) for name, value in vars(self).items() if name != "key_map"]
         return hashlib.sha256(repr((described, sorted(names.items()))).encode()).hexdigest()
 
+
+PATTERNS = [one.name for one in fields(LoadOptions) if isinstance(one.default, tuple)]
+"""Those of the options that are patterns."""
 
 _SWITCHES = [one.name for one in fields(LoadOptions) if isinstance(one.default, bool)]
 
@@ -80,7 +85,7 @@ def check_options(given: Collection[str], **arguments: Any) -> LoadOptions:
             )
     checked = {
         "parts": _check_parts(arguments["parts"], given),
-        **{name: _check_patterns(name, arguments[name]) for name in ("allow_missing", "allow_unexpected")},
+        **{name: _check_patterns(name, arguments[name]) for name in PATTERNS},
     }
     return LoadOptions(**{**arguments, **checked})
 

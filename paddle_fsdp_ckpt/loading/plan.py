@@ -12,26 +12,27 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..errors import IncompleteCheckpointError, MismatchError, listing
 from ..optim import entry_of
 from ..optim.registry import MASTER_WEIGHT_KEY
-from ..pieces import Piece
 from ..progress import ProgressLine
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
-from ..storage.casts import can_cast, may_overflow, may_round, read_cast
+from ..storage.casts import can_cast, may_round
 from ..storage.flex import piece_of
 from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
-from ..storage.plan import ReadPlan, plan_read
-from ..storage.problems import KeyProblem, OtherProblem, ReadProblems
-from ..storage.reader import differing_duplicates, verify_first
+from ..storage.plan import plan_read
+from ..storage.problems import OtherProblem, ReadProblems
+from ..storage.reader import verify_first
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import ModelTensors, Stepper, Subjects
 from .exact import plan_exact_load
-from .options import LoadOptions, Patterns, map_names, unused_prefixes
-from .planned import KeyTarget, LoadPlan, TargetReading, counter_of, read_targets
-from .report import CastKey, LoadNotes
+from .options import PATTERNS, LoadOptions, Patterns, map_names, unused_prefixes
+from .planned import KeyTarget, LoadPlan, TargetReading, counter_of
+from .report import CastKey, LoadNotes, OtherShape
 from .saved_names import RenamedCheckpoint, rename_checkpoint
+from .values import Values
+from .ways_out import find_ways_out, without_states
 
 _LOW_PRECISION = ("float16", "bfloat16")
 
@@ -82,6 +83,7 @@ class _Planner:
     options: LoadOptions
     progress: ProgressLine
     targets: list[KeyTarget] = field(default_factory=list)
+    kept: list[KeyTarget] = field(default_factory=list)
     expected: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     not_asked_for: list[str] = field(default_factory=list)
@@ -90,6 +92,7 @@ class _Planner:
     state_loads: list[StateLoad] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    others_of_model: list[str] = field(default_factory=list)
     base: dict[str, BaseParameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,8 @@ class _Planner:
         self.owner_of = {name: other for names in self.run.tied or () for other in names if other in owners for name in names}
         self.may_be_missing = Patterns(self.options.allow_missing)
         self.may_be_left_out = Patterns(self.options.allow_unexpected)
+        self.may_have_other_shape = Patterns(self.options.allow_other_shape)
+        self.names_of = {name: names for names in self.given.tied() for name in names}
 
     def states_of(self, name: str) -> set[str]:
         """Return the keys of the states that the checkpoint has of a parameter."""
@@ -130,7 +135,11 @@ class _Planner:
         empty = {key for key, weight in weights.items() if 0 in weight.global_shape}
         self.expected |= self.wanted.model_keys() - empty - self.base.keys()
         unread = others.union(empty, self.base)
-        self.targets += [self._model_target(key, weight) for key, weight in weights.items() if key not in unread]
+        for key, weight in weights.items():
+            if key not in unread:
+                target = self._model_target(key, weight)
+                may_stay = self._has_other_shape(target.source, weight) and self._may_have_other_shape(key)
+                (self.kept if may_stay else self.targets).append(target)
 
     def _plan_base(self) -> None:
         """Find the parameters that the checkpoint leaves to the base."""
@@ -139,7 +148,7 @@ class _Planner:
         lacking = [self.saved.original_key(name) for name in self.run.base if name not in keys]
         lacking = sorted(name for name in lacking if not self.may_be_left_out.match(name))
         if lacking:
-            self.others.append(
+            self.others_of_model.append(
                 f"it was saved without its base, which had {len(lacking)} parameters that the model lacks: {listing(lacking)}; load it "
                 "into that model (allow_unexpected matches those that may be missing)"
             )
@@ -161,6 +170,13 @@ class _Planner:
             if master in self.states_of(key) and self.index.dtypes.get(master) == piece.dtype:
                 return KeyTarget(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
         return KeyTarget(key, piece, weight.local_tensor)
+
+    def _has_other_shape(self, source: str, weight: ShardedWeight) -> bool:
+        return source in self.index and self.index.global_shape(source) != tuple(weight.global_shape)
+
+    def _may_have_other_shape(self, name: str) -> bool:
+        matched = [self.may_have_other_shape.match(one) for one in self.names_of.get(name, (name,))]
+        return any(matched)
 
     def _state_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
         source = self._state_source(key)
@@ -247,7 +263,7 @@ class _Planner:
             )
 
     def _restarted(self, loading: StateLoad) -> set[str]:
-        """Return the parameters that lack some states and may lack all, which is the only way to go on without some."""
+        """Return the parameters that can't have all their states and may lack them, which is the only way to go on without some."""
         states: dict[str, list[str]] = defaultdict(list)
         for key in loading.weights:
             states[key.rpartition(".")[0]].append(key)
@@ -258,6 +274,10 @@ class _Planner:
                 restarted.add(name)
             elif any(self.may_be_missing.match(key) for key in absent):
                 half.append(name)
+            elif absent or not any(self._has_other_shape(self._state_source(key), loading.weights[key]) for key in keys):
+                continue
+            elif self._may_have_other_shape(name):
+                restarted.add(name)
         if half:
             self.others.append(
                 f"allow_missing matches some states of {listing(half)} and not all, and half a state is of no use; match all, "
@@ -267,23 +287,24 @@ class _Planner:
 
     def finish(self, mapped: dict[str, str], unused: list[str], damaged: dict[str, str]) -> LoadPlan:
         """Plan the reads, judge them, and return the plan."""
-        used_owners = {self.owner_of.get(name, name) for one in self.wanted.steppers for name in one.names}
-        restarted = {self.owner_of.get(name, name) for name in self.started_afresh}
-        for owner in used_owners - restarted:
-            self.left_out -= self.states.get(owner, set())
+        for name in {name for one in self.wanted.steppers for name in one.names} - set(self.started_afresh):
+            self.left_out -= self.states_of(name)
         self.expected |= {one.source for one in self.targets}
         targets = [one for one in self.targets if one.source in self.index]
-        reads = plan_read(self.index, [self._stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
-        self._check_kept_masters([one for one in self.targets if one.source not in self.index])
-        missing, problems = self._judge(reads.problems)
+        values = Values(self.index, self.options.cast, self.progress)
+        reads = plan_read(self.index, [values.stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
+        self._check_kept_masters([*self.kept, *(one for one in self.targets if one.source not in self.index)])
+        missing, problems = self._judge(reads.problems, [one.source for one in targets])
         if self.options.verify_first and not problems:
             with self.progress:
                 verify_first(reads, counter_of(self.progress, reads))
         left_out = {self.saved.original_key(key) for key in {*self.left_out, *reads.problems.unexpected}}
         if not problems:
-            problems = self._check_values(targets, reads)
-        used = [f"allow_missing={one!r}" for one in self.may_be_missing.used()]
-        used += [f"allow_unexpected={one!r}" for one in self.may_be_left_out.used()]
+            copies = [(one, [self._state_target(key, weight) for key, weight in one.copies.items()]) for one in self.state_loads]
+            problems = values.check(targets, reads, copies)
+        patterns = zip(PATTERNS, (self.may_be_missing, self.may_be_left_out, self.may_have_other_shape), strict=True)
+        used = [f"{name}={one!r}" for name, some in patterns for one in some.used()]
+        shapes = [OtherShape(one.key, self.index.global_shape(one.source), one.piece.global_shape) for one in self.kept]
         return LoadPlan(
             self.index,
             self.run,
@@ -292,7 +313,8 @@ class _Planner:
             TargetReading(targets, reads),
             problems,
             state_loads=self.state_loads,
-            notes=LoadNotes(missing, sorted(left_out), self._casts(targets), self.started_afresh, used),
+            notes=LoadNotes(missing, sorted(left_out), self._casts(targets), shapes, self.started_afresh, used),
+            kept=frozenset(name for one in self.kept for name in self.names_of.get(one.key, (one.key,))),
             without_state=self.without_state,
             not_asked_for=sorted(self.saved.original_key(key) for key in self.not_asked_for),
             mapped=mapped,
@@ -302,23 +324,38 @@ class _Planner:
             base=self.base,
         )
 
-    def _stored_piece(self, target: KeyTarget) -> Piece:
-        stored = self.index.dtypes[target.source]
-        return replace(target.piece, dtype=stored) if self.options.cast and can_cast(stored, target.piece.dtype) else target.piece
-
-    def _judge(self, problems: ReadProblems) -> tuple[list[str], ReadProblems]:
+    def _judge(self, problems: ReadProblems, sources: Sequence[str]) -> tuple[list[str], ReadProblems]:
         """Return the keys that may be missing, and what is wrong besides what the options allow."""
         states = {self._state_source(key) for loading in self.state_loads for key in loading.weights}
         allowed = {key for key in problems.missing if key not in states and self.may_be_missing.match(key)}
         unexpected = sorted(map(self.saved.original_key, problems.unexpected))
-        return sorted(allowed), replace(
+        nothing_allowed = bool(self.options.allow_other_shape) and self.wanted.model is not None and not sources
+        problems = replace(
             problems,
             missing=tuple(key for key in problems.missing if key not in allowed),
             unexpected=tuple(key for key in unexpected if not self.may_be_left_out.match(key)),
             tied=() if self.options.copy_tied else tuple(map(OtherProblem, self.tied)),
-            others=tuple(map(OtherProblem, self.others)),
+            others=tuple(map(OtherProblem, [*self.others_of_model, *self.others])),
             # Without a model there may be nothing to match: SGD has no states.
-            nothing_matched=problems.nothing_matched and bool(self.expected or self.wanted.model is not None),
+            nothing_matched=(problems.nothing_matched and bool(self.expected or self.wanted.model is not None)) or nothing_allowed,
+        )
+        return sorted(allowed), self._with_ways_out(problems, states.union(*self.states.values()), sources) if problems else problems
+
+    def _with_ways_out(self, problems: ReadProblems, states: set[str], sources: Sequence[str]) -> ReadProblems:
+        others_of_model = problems.tied or self.others_of_model or problems.nothing_matched
+        has_other_parts = self.wanted.model is not None and self.options.parts != {"model"}
+        return replace(
+            problems,
+            wrong_shape=without_states(problems.wrong_shape, states, self.owner_of),
+            ways_out=find_ways_out(
+                problems,
+                self.saved,
+                self.wanted,
+                states,
+                wanted=sources,
+                weights_may_fit=has_other_parts and not others_of_model,
+                may_rename=self.options.key_map is None,
+            ),
         )
 
     def _check_kept_masters(self, missing: Sequence[KeyTarget]) -> None:
@@ -328,43 +365,6 @@ class _Planner:
                 f"in Paddle's fused buffers, {listing(kept)} can't keep master weights where those of others follow the model; load the "
                 "optimizer too"
             )
-
-    def _check_values(self, targets: Sequence[KeyTarget], reads: ReadPlan) -> ReadProblems:
-        """Read what must be judged before anything changes, and judge it."""
-        dtypes, files = self.index.dtypes, self.index.files
-        conflicts = {
-            KeyProblem(two.key, f"{files[two.file].name} and {files[two.other_file].name} hold different values for the same elements")
-            for two in differing_duplicates(self.index, reads.duplicates)
-        }
-        narrowed = [one for one in targets if may_overflow(dtypes[one.source], one.piece.dtype)]
-        if narrowed:
-            self._verify(narrowed)
-        overflows = zip(narrowed, read_cast(self.index, [one.piece for one in narrowed], None), strict=True)
-        too_large = [
-            KeyProblem(one.key, f"{count} of its {dtypes[one.source]} values are too large for {one.piece.dtype}")
-            for one, count in overflows
-            if count
-        ]
-        others = [text for loading in self.state_loads if loading.copies for text in self._check_copies(loading)]
-        return ReadProblems(
-            self.index.path, wrong_dtype=tuple(too_large), conflicts=tuple(sorted(conflicts)), others=tuple(map(OtherProblem, others))
-        )
-
-    def _check_copies(self, loading: StateLoad) -> list[str]:
-        """Say what an optimizer has against the values that it would get."""
-        copies = [self._state_target(key, weight) for key, weight in loading.copies.items()]
-        read_targets(self.index, copies, self._verify(copies), self.progress)
-        try:
-            loading.check()
-        except MismatchError as error:
-            return [str(error)]
-        return []
-
-    def _verify(self, targets: Sequence[KeyTarget]) -> ReadPlan:
-        """Return how to read some of the targets, of which all digests are right."""
-        reads = plan_read(self.index, [self._stored_piece(one) for one in targets], ())
-        verify_first(reads)
-        return reads
 
     def _casts(self, targets: Sequence[KeyTarget]) -> list[CastKey]:
         casts = []

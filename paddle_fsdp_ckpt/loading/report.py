@@ -36,6 +36,23 @@ class CastKey(NamedTuple):
         return f"'{self.key}': {self.saved}{source} -> {self.now}{' (rounded)' if self.may_have_rounded else ''}"
 
 
+class OtherShape(NamedTuple):
+    """A parameter or buffer that kept its values, since the checkpoint has others of another shape.
+
+    Attributes:
+        key: its name in the objects.
+        saved: the whole shape in the checkpoint.
+        now: that of the object.
+    """
+
+    key: str
+    saved: tuple[int, ...]
+    now: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.key}': {list(self.saved)} in it, {list(self.now)} here"
+
+
 @dataclass(frozen=True)
 class LoadNotes:
     """What one rank has to report, or all of them together; see :class:`LoadReport`."""
@@ -43,6 +60,7 @@ class LoadNotes:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     casts: list[CastKey] = field(default_factory=list)
+    other_shape: list[OtherShape] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     used_options: list[str] = field(default_factory=list)
 
@@ -58,7 +76,8 @@ def merge_notes(ranks: Sequence[JsonValue]) -> LoadNotes:
         return sorted({one for notes in ranks for one in notes[kind]})
 
     casts = sorted({CastKey(*one) for notes in ranks for one in notes["casts"]})
-    return LoadNotes(union("missing"), union("unexpected"), casts, union("started_afresh"), union("used_options"))
+    shapes = sorted({OtherShape(key, tuple(saved), tuple(now)) for notes in ranks for key, saved, now in notes["other_shape"]})
+    return LoadNotes(union("missing"), union("unexpected"), casts, shapes, union("started_afresh"), union("used_options"))
 
 
 @dataclass(frozen=True)
@@ -71,14 +90,17 @@ class LoadReport:
         world_size: how many ranks saved it.
         extra_state: what was given to ``save``.
         loaded: how many keys this rank loaded.
-        parts: which parts were loaded: ``"model"``, ``"optimizer"``, ``"learning_rate"``.
+        parts: which parts were loaded: ``"model"``, ``"optimizer"``, ``"learning_rate"``; the last only where each optimizer goes on
+            with the schedule, or the number, that was saved.
         without_state: parameters of the optimizers for which the checkpoint has no state, because they never had a gradient.
             They have none now either.
         not_asked_for: keys of the checkpoint, as it names them, that belong to a part that was not loaded.
         differences: in words, settings of the optimizers, and scalings of LoRA layers, that were saved otherwise and were left as they are.
         missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values.
-        started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows. They have none now:
-            the next step begins them as that of a new optimizer would.
+        other_shape: parameters and buffers that have another shape in the checkpoint, as ``allow_other_shape`` allows. They kept their
+            values.
+        started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows, or had another shape,
+            as ``allow_other_shape`` does. They have none now: the next step begins them as that of a new optimizer would.
         unexpected: keys of the checkpoint, as it names them, that were loaded nowhere, as ``allow_unexpected`` allows, or because another
             tied name's values were taken, or the parameter started afresh.
         casts: what was converted, as ``cast`` allows.
@@ -87,6 +109,7 @@ class LoadReport:
         damaged: key or file of the checkpoint, as it names them -> in words, why it could not be loaded, as ``salvage`` allows. Where
             that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings.
         base: parameters that the checkpoint leaves to the base, since they didn't train when it was saved; they are as they were before.
+        not_restored: in words, what a ``CheckpointManager`` had saved besides and its restore was not given.
         other_base: those of them that are not what they were when it was saved, as ``allow_other_base`` allows.
         unused_options: patterns and entries of ``key_map`` that nothing needed; perhaps they are misspelt.
     """
@@ -101,6 +124,7 @@ class LoadReport:
     not_asked_for: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    other_shape: list[OtherShape] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     casts: list[CastKey] = field(default_factory=list)
@@ -109,6 +133,7 @@ class LoadReport:
     damaged: dict[str, str] = field(default_factory=dict)
     base: list[str] = field(default_factory=list)
     other_base: list[str] = field(default_factory=list)
+    not_restored: list[str] = field(default_factory=list)
     unused_options: list[str] = field(default_factory=list)
 
     @property
@@ -118,6 +143,7 @@ class LoadReport:
             self.not_asked_for
             or self.differences
             or self.missing
+            or self.other_shape
             or self.started_afresh
             or self.unexpected
             or self.casts
@@ -125,11 +151,12 @@ class LoadReport:
             or self.copied_tied
             or self.damaged
             or self.other_base
+            or self.not_restored
         )
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts)}"]
+        lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts) or 'nothing'}"]
         lines += [f"{counted(len(items), *what)}: {_first(items)}" for what, items in self._deviations() if items]
         if self.is_exact:
             lines.append("everything in it, as it was saved")
@@ -139,6 +166,10 @@ class LoadReport:
         """Return what one of them is called, and several are; and all of them."""
         return [
             (("key missing, left as it was", "keys missing, left as they were"), self.missing),
+            (
+                ("key of another shape in it, left as it was", "keys of another shape in it, left as they were"),
+                [str(one) for one in self.other_shape],
+            ),
             (("parameter whose states start afresh", "parameters whose states start afresh"), self.started_afresh),
             (("key of the checkpoint left out", "keys of the checkpoint left out"), self.unexpected),
             (("key of the checkpoint not asked for", "keys of the checkpoint not asked for"), self.not_asked_for),
@@ -156,6 +187,7 @@ class LoadReport:
                 ),
                 self.other_base,
             ),
+            (("thing saved besides, and not restored", "things saved besides, and not restored"), self.not_restored),
             (("setting differs", "settings differ"), self.differences),
             (
                 ("parameter without a gradient so far, and without state", "parameters without a gradient so far, and without state"),

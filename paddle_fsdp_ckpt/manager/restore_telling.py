@@ -37,8 +37,10 @@ def tell_restored(
     _warn_of_taken_names(where, steps, report.step)
     if text := steps.later():
         warn_caller(text)
-    for difference in [*report.load.differences, *report.differences]:
+    for difference in report.differences:  # load has told of its own
         _LOG.warning("restored step %d: %s", report.step, difference)
+    for left in report.load.not_restored:
+        _LOG.warning("restored step %d without all that was saved: %s", report.step, left)
 
 
 def tell_begun_anew(steps: RunSteps, where: Path) -> None:

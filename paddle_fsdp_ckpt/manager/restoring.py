@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,19 @@ class RestoreReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"restored step {self.step}", *str(self.load).split("\n- ")]
+        loaded = str(self.load).split("\n- ")
+        # That all is as it was saved, which is said last, is so of what was loaded only.
+        lines = [f"restored step {self.step}", *(loaded[:-1] if self.load.is_exact and not self.is_exact else loaded)]
         lines += [f"skipped '{name}': {reason}" for name, reason in self.skipped.items()]
         lines += [f"fell back from {step_name(step)}: {reason}" for step, reason in self.fell_back_from.items()]
         lines += [f"metrics: {listing(f'{name} {value:g}' for name, value in self.metrics.items())}"] * bool(self.metrics)
         lines += self.differences
-        lines += [f"saved and not restored: {listing(self.not_asked_for)}"] * bool(self.not_asked_for)
         return "\n- ".join(lines)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that the step holds was given back, just as it was saved; see :attr:`~.loading.LoadReport.is_exact`."""
+        return self.load.is_exact and not self.differences
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,8 @@ class Restoring:
                 if not self._is_damaged(step, error):
                     raise
                 if not before or not fall_back:
-                    raise _with_way_out(error, step, before) from error
+                    # It says all that the error says, which would be printed twice.
+                    raise _with_way_out(error, step, before).with_traceback(error.__traceback__) from None
                 fell_back_from[step] = str(error)
                 continue
             return RestoreReport(
@@ -170,12 +177,13 @@ class Restoring:
 
         exchange(self.rendezvous, f"{token}/prepare", prepare, _check_same_restore, self.timeout_seconds)
         saved = read[0]
-        report = load(
+        loaded = load(
             path,
             **{"verify_first": options.get("check_digests", True), "timeout_seconds": self.timeout_seconds, **options},
             model=model,
             optimizer=None if optimizer is None else optimizer_list(optimizer),
         )
+        report = replace(loaded, not_restored=saved.not_restored(state, loaded.parts))
         differences: list[str] = []
 
         def finish() -> None:
@@ -185,7 +193,8 @@ class Restoring:
             except OSError as error:  # which says nothing of the checkpoint
                 raise CheckpointError(f"{describe_error(error)}; {PARTIAL_STATE}") from error
             except CheckpointError as error:
-                raise CorruptCheckpointError(str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}") from error
+                text = str(error) if PARTIAL_STATE in str(error) else f"{error}; {PARTIAL_STATE}"
+                raise CorruptCheckpointError(text).with_traceback(error.__traceback__) from None
 
         exchange(self.rendezvous, f"{token}/finish", finish, lambda _: None, self.timeout_seconds)
         return saved, report, differences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,21 @@ from ..fsdp import why_without_values
 from ..host_memory import destinations
 from ..loading.planned import counter_of
 from ..meeting import digest_of
-from ..optim import describe_grad_scaler, describe_scheduler, restore_grad_scaler, restore_scheduler, warn_of_pending_update
+from ..optim import (
+    describe_grad_scaler,
+    describe_scheduler,
+    restore_grad_scaler,
+    restore_scheduler,
+    say_learning_rate,
+    warn_of_pending_update,
+)
 from ..progress import ProgressLine
 from ..saving import Kept
 from ..storage.agreement import COORDINATOR
 from ..storage.flex import piece_of
 from ..storage.format import JsonValue, Manifest, check_json
 from ..storage.index import read_index, read_manifest
+from ..storage.key_names import say_key
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.reader import execute_read, verify_first
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
@@ -172,6 +180,14 @@ class SavedState:
             differences += restore_random_state(self.random)
         return [text for text in differences if text is not None]
 
+    def not_restored(self, state: TrainerState, parts: Collection[str]) -> list[str]:
+        """Say what was not given to be restored, of which schedulers may have come back with their optimizers; ``parts`` of a load."""
+        with_optimizers = [one["learning_rate"] for one in self.manifest.optimizers if "learning_rate" in parts]
+        left = [one for name, one in self.lr_schedulers.items() if name not in state.lr_schedulers and one not in with_optimizers]
+        sentences = [f"lr_scheduler, {listing(map(say_learning_rate, left))}: give restore(lr_scheduler=...)"] * bool(left)
+        others = [what for what in self.not_asked_for if not what.startswith("lr_scheduler")]
+        return sentences + [f"{what}: give restore({what.split()[0]}=...)" for what in others]
+
     def read_sharded(self, state: TrainerState, progress: ProgressLine) -> None:
         """Read the sharded tensors into those that were given."""
         if self.reads is not None:
@@ -257,7 +273,7 @@ def _read_own(path: Path, manifest: Manifest, number: int) -> Any:
 
 
 def _decoded(path: Path, key: str, encoded: bytearray, fields: set[str]) -> dict[str, Any]:
-    value = decode_extra_state(encoded, f"'{path}', '{key}'")
+    value = decode_extra_state(encoded, f"'{path}', {say_key(key)}")
     if not isinstance(value, dict) or value.keys() != fields:
-        raise CorruptCheckpointError(f"'{path}', '{key}' is not what a save writes; load another checkpoint")
+        raise CorruptCheckpointError(f"'{path}', {say_key(key)}: it is not what a save writes; load another checkpoint")
     return value

@@ -30,7 +30,14 @@ from .registry import (
     state_columns,
     states_restored_on_error,
 )
-from .schedule import describe_learning_rate, describe_scheduler, restore_learning_rate, restore_scheduler
+from .schedule import (
+    describe_learning_rate,
+    describe_scheduler,
+    restore_learning_rate,
+    restore_scheduler,
+    say_learning_rate,
+    takes_learning_rate,
+)
 
 __all__ = [
     "CATALOG",
@@ -70,9 +77,11 @@ __all__ = [
     "restore_grad_scaler",
     "restore_learning_rate",
     "restore_scheduler",
+    "say_learning_rate",
     "split_weight_decay",
     "state_columns",
     "states_restored_on_error",
+    "takes_learning_rate",
     "unbind_optimizer",
     "warn_of_pending_update",
     "whole_parameters",

@@ -245,9 +245,9 @@ def _drop_absent(optimizer: Any, stored: Collection[str]) -> None:
         absent = [name for name in names if name not in stored]
         if len(absent) < len(names) and absent:
             raise MismatchError(
-                f"the checkpoint has states for some parameters of Paddle's fused buffer '{one.buffer.layout.name}' and none for "
-                f"{listing(absent)}, which had no gradient yet; the buffer steps all of them alike. Nothing was changed: shard the model "
-                "with paddle_fsdp_ckpt.fully_shard, or load the model only, with optimizer=None"
+                f"there are states to load for some parameters of Paddle's fused buffer '{one.buffer.layout.name}' and none for "
+                f"{listing(absent)}, which had no gradient yet, or are to start afresh; the buffer steps all of them alike. Nothing was "
+                "changed: shard the model with paddle_fsdp_ckpt.fully_shard, or load the model only, with optimizer=None"
             )
         if absent or not names:  # padding alone starts afresh
             owner = owner_of(optimizer, one)

@@ -36,13 +36,20 @@ def restore_learning_rate(optimizer: Any, saved: dict[str, JsonValue]) -> str | 
     Returns:
         How the learning rate differs from the saved one, in words; None where it doesn't.
     """
+    rate, cls = optimizer._learning_rate, type(optimizer).__name__
+    if takes_learning_rate(optimizer, saved):
+        difference = restore_scheduler(rate, saved) if isinstance(rate, LRScheduler) else None
+        return None if difference is None else f"{cls}: {difference}"
+    way_out = (
+        ': make the optimizer with that schedule, or leave the rate out by parts={"model", "optimizer"}' if "scheduler" in saved else ""
+    )
+    return f"{cls}: {_say_left(saved, describe_learning_rate(optimizer))}{way_out}"
+
+
+def takes_learning_rate(optimizer: Any, saved: dict[str, JsonValue]) -> bool:
+    """Tell whether an optimizer's learning rate goes on from what :func:`describe_learning_rate` returned: a like schedule or number."""
     rate = optimizer._learning_rate
-    if isinstance(rate, LRScheduler):
-        difference = restore_scheduler(rate, saved)
-    else:
-        now = describe_learning_rate(optimizer)
-        difference = None if now == saved else _say_left(saved, now)
-    return None if difference is None else f"{type(optimizer).__name__}: {difference}"
+    return _is_alike(rate, saved) if isinstance(rate, LRScheduler) else describe_learning_rate(optimizer) == saved
 
 
 def describe_scheduler(scheduler: LRScheduler) -> dict[str, JsonValue]:
@@ -66,8 +73,20 @@ def restore_scheduler(scheduler: LRScheduler, saved: dict[str, JsonValue]) -> st
     return f"the schedule of its learning rate goes on, but {'; '.join(changed)}" if changed else None
 
 
+def say_learning_rate(described: dict[str, JsonValue]) -> str:
+    """Return in short words what :func:`describe_learning_rate` or :func:`describe_scheduler` returned."""
+    if "scheduler" not in described:
+        return f"a fixed {described['value']:.6g}"
+    inner = ", ".join(one["scheduler"] for one in described.get("nested", {}).values())
+    rate = _decoded(described["state"].get("last_lr"))
+    rate = rate.item() if hasattr(rate, "item") else rate
+    return f"a {described['scheduler']}{f' of {inner}' if inner else ''}{f' (at {rate:.6g})' if isinstance(rate, float) else ''}"
+
+
 def _say_left(saved: dict[str, JsonValue], now: dict[str, JsonValue]) -> str:
-    return f"its learning rate was saved as {saved}, and was left as {now}"
+    classes = [(one.get("scheduler"), [inner["scheduler"] for inner in one.get("nested", {}).values()]) for one in (saved, now)]
+    other = " with other entries in its state" if classes[0] == classes[1] and "scheduler" in saved else ""
+    return f"the run had {say_learning_rate(saved)}, and this has {say_learning_rate(now)}{other}, which was left as it is"
 
 
 def _describe(scheduler: LRScheduler) -> dict[str, JsonValue]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,8 @@ _SENT = 1000
 """How many problems of a kind one rank tells the others of; they are counted beyond."""
 _SEARCHED = 10_000
 _COMPARED = 500
+_PATTERNS = 5
+"""How many patterns an error says in full."""
 
 
 class KeyProblem(NamedTuple):
@@ -41,6 +43,50 @@ class OtherProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
+class WaysOut:
+    """What would let a load go on that doesn't fit, as far as that is known.
+
+    Attributes:
+        allow_missing: patterns of just the keys that are missing, and of all states of what has none.
+        allow_unexpected: patterns of just the keys that the objects lack.
+        allow_other_shape: patterns of just the parameters and buffers of other shapes.
+        key_map: beginning of names in the objects -> what stands there in the checkpoint, where shapes and dtypes are the same.
+        weights_fit: whether all would fit if only the model were loaded.
+        has_same_shapes: whether anything that is to be loaded has the shape that it has in the checkpoint.
+    """
+
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+    allow_other_shape: tuple[str, ...] = ()
+    key_map: dict[str, str] = field(default_factory=dict)
+    weights_fit: bool = False
+    has_same_shapes: bool = True
+
+    def say(self, option: str, what: str) -> str:
+        """Return an option of ``load`` with its patterns, or with the first of many; ``what`` says what they are of."""
+        patterns = getattr(self, option)
+        if 0 < len(patterns) <= _PATTERNS:
+            return f"{option}={list(patterns)!r}"
+        return f"{option}=[patterns of {what}{f', such as {patterns[0]!r}' if patterns else ''}]"
+
+
+def _merge_ways_out(ranks: Sequence[JsonValue]) -> WaysOut:
+    """Return the ways out of all ranks as one, from what ``asdict`` returned on each."""
+
+    def union(option: str) -> tuple[str, ...]:
+        return tuple(sorted({one for ways in ranks for one in ways[option]}))
+
+    return WaysOut(
+        union("allow_missing"),
+        union("allow_unexpected"),
+        union("allow_other_shape"),
+        {here: saved for ways in ranks for here, saved in ways["key_map"].items()},
+        all(ways["weights_fit"] for ways in ranks),
+        any(ways["has_same_shapes"] for ways in ranks),
+    )
+
+
+@dataclass(frozen=True)
 class ReadProblems:
     """Why a checkpoint doesn't fit the objects that are to be loaded; all empty where it does.
 
@@ -58,6 +104,7 @@ class ReadProblems:
         others: all else, in whole sentences.
         nothing_matched: not one key of the objects is in the checkpoint.
         beyond: name of one of the lists -> how many more there are at least.
+        ways_out: what would let it go on.
     """
 
     path: Path
@@ -71,6 +118,7 @@ class ReadProblems:
     others: tuple[OtherProblem, ...] = ()
     nothing_matched: bool = False
     beyond: dict[str, int] = field(default_factory=dict)
+    ways_out: WaysOut = field(default_factory=WaysOut)
 
     def __bool__(self) -> bool:
         return self.nothing_matched or any(getattr(self, kind) for kind in _LISTS)
@@ -88,7 +136,8 @@ class ReadProblems:
         """Return the problems as plain JSON data, without the path; the first thousand of each kind and how many more."""
         value: JsonValue = {kind: getattr(self, kind)[:_SENT] for kind in _LISTS}
         value["beyond"] = {kind: len(getattr(self, kind)) - _SENT for kind in _LISTS if len(getattr(self, kind)) > _SENT}
-        return value | {"nothing_matched": self.nothing_matched}
+        ways_out = {name: one[:_SENT] if isinstance(one, tuple) else one for name, one in asdict(self.ways_out).items()}
+        return value | {"nothing_matched": self.nothing_matched, "ways_out": ways_out}
 
     def __str__(self) -> str:
         lines = [f"the checkpoint '{self.path}' doesn't fit the objects to load; nothing was changed"]
@@ -99,7 +148,7 @@ class ReadProblems:
             lines.append(self._line("tied", "tied on one side only", self.tied))
         if self.missing:
             lines.append(self._line("missing", "missing from the checkpoint", (f"'{key}'" for key in self.missing)))
-            lines.extend(near_misses(self.missing, self.unexpected))
+            lines.extend(near_misses(self.missing, self.unexpected, self.ways_out.key_map))
         if self.unexpected:
             lines.append(self._line("unexpected", "in the checkpoint, and not in the objects", (f"'{key}'" for key in self.unexpected)))
         lines += [self._line(kind, what, getattr(self, kind)) for kind, what in _KEY_PROBLEMS.items() if getattr(self, kind)]
@@ -108,18 +157,21 @@ class ReadProblems:
     def _line(self, kind: str, what: str, items: Iterable[object]) -> str:
         count = len(getattr(self, kind)) + self.beyond.get(kind, 0)
         shown = [str(item) for item in items][:_LISTED]
-        rest = f", ... ({count - len(shown)} more)" if count > len(shown) else ""
-        return f"{count} {what}: {', '.join(shown)}{rest}"
+        between = ",\n    " if kind == "wrong_shape" and len(shown) > 1 else ", "
+        rest = f"{between}... ({count - len(shown)} more)" if count > len(shown) else ""
+        return f"{count} {what}:{between.removeprefix(',')}{between.join(shown)}{rest}"
 
     def _way_out(self) -> str:
         options = []
         masters = [key for key in self.missing if key.endswith(_OF_MASTER)]
-        if len(masters) < len(self.missing):
-            options.append("allow_missing=[patterns of keys that keep their values]")
-        if self.unexpected:
-            only_masters = all(key.endswith(_OF_MASTER) for key in self.unexpected)
-            what = f"'*{_OF_MASTER}'], or give the optimizer master weights by multi_precision=True" if only_masters else None
-            options.append(f"allow_unexpected=[{what or 'patterns of keys to leave out]'}")
+        if len(masters) < len(self.missing) and not self.nothing_matched:
+            options.append(self.ways_out.say("allow_missing", "keys that keep their values"))
+        if self.unexpected and all(key.endswith(_OF_MASTER) for key in self.unexpected):
+            options.append(f"allow_unexpected=['*{_OF_MASTER}'], or give the optimizer master weights by multi_precision=True")
+        elif self.unexpected and not self.nothing_matched:
+            options.append(self.ways_out.say("allow_unexpected", "keys to leave out"))
+        if self.wrong_shape and self.ways_out.has_same_shapes:
+            options.append(self.ways_out.say("allow_other_shape", "what keeps its values, and starts its states afresh"))
         if masters:
             options.append(f"cast=True, which takes missing master weights ({_OF_MASTER}) from the parameters")
         elif any(CASTABLE in problem.text for problem in self.wrong_dtype):
@@ -132,7 +184,10 @@ class ReadProblems:
                 "either a file is damaged, or ranks saved different tensors under one name: give those distinct keys or offsets, or load "
                 "another checkpoint"
             )
-        return f'load it into the model and optimizer that it was saved from{either}; or only some of it, as parts={{"model"}} does'
+        if self.wrong_shape and not self.ways_out.has_same_shapes:
+            return f"nothing that is to be loaded has the shape that it has there; make the model with the sizes that it had then{either}"
+        weights = '; or only the weights, which fit: parts={"model"}' if self.ways_out.weights_fit else ""
+        return f"load it into the model and optimizer that it was saved from{either}{weights}"
 
 
 _OF_MASTER = ".w_0"
@@ -165,13 +220,15 @@ def merge_problems(path: Path, ranks: Sequence[JsonValue]) -> ReadProblems:
         path,
         missing=tuple(sorted({key for one in ranks for key in one["missing"]})),
         unexpected=tuple(sorted({key for one in ranks for key in one["unexpected"]})),
-        wrong_shape=of_keys("wrong_shape"),
+        # Of which ranks the pieces are says nothing about it.
+        wrong_shape=tuple(sorted(one._replace(ranks=()) for one in of_keys("wrong_shape"))),
         wrong_dtype=of_keys("wrong_dtype"),
         uncovered=of_keys("uncovered"),
         conflicts=of_keys("conflicts"),
         tied=tuple(OtherProblem(*found) for found in _by_rank(ranks, "tied")),
         others=tuple(OtherProblem(*found) for found in _by_rank(ranks, "others")),
         nothing_matched=all(one["nothing_matched"] for one in ranks),
+        ways_out=_merge_ways_out([one["ways_out"] for one in ranks]),
     )
     counts = {kind: max(len(one[kind]) + one["beyond"].get(kind, 0) for one in ranks) for kind in _LISTS}
     return replace(merged, beyond={kind: count - len(getattr(merged, kind)) for kind, count in counts.items() if count > _SENT})
@@ -191,12 +248,13 @@ def _on_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
 
 
-def near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+def near_misses(missing: Collection[str], unexpected: Collection[str], renamed: Mapping[str, str] | None = None) -> list[str]:
     """Say which missing keys are in the checkpoint under a name that begins otherwise, or is spelt nearly so, and what to do.
 
     Args:
         missing: keys that the objects have and the checkpoint lacks.
         unexpected: keys that the checkpoint has and the objects lack.
+        renamed: beginnings of missing keys -> what may stand there for them in the checkpoint, by shapes and dtypes.
     """
     there = sorted(unexpected)[:_SEARCHED]
     prefixes = _changed_prefixes(sorted(missing)[:_SEARCHED], there)
@@ -215,6 +273,8 @@ def near_misses(missing: Collection[str], unexpected: Collection[str]) -> list[s
         close = get_close_matches(key, there[:_COMPARED], 1, 0.8)
         if close:
             lines.append(f"'{key}' is missing, and '{close[0]}' is there")
+    if renamed:
+        lines.append(f"do these have another name in it, with the same shapes and dtypes? Then load with key_map={dict(renamed)!r}")
     return lines
 
 

@@ -21,6 +21,7 @@ from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .entries import keys_between
 from .format import DTYPE_NBYTES, FileRecord
 from .index import CheckpointIndex, open_rank_file, read_columns
+from .key_names import say_key
 from .plan import Duplicate, ReadPlan
 from .ranges import ChunkRead, FileRanges, chunk_reads, ranges_of
 from .system_errors import read_file
@@ -281,7 +282,7 @@ def _read_chunk(
         end += count
         if count < nbytes:
             raise CorruptCheckpointError(
-                f"'{path}' ends at byte {end}, near key '{read.key}', since it was cut while it was read; {consequence}"
+                f"'{path}' ends at byte {end}, near {say_key(read.key)}, since it was cut while it was read; {consequence}"
             )
         if is_checked:
             for buffer in group:
@@ -301,6 +302,6 @@ def _keys_in(index: CheckpointIndex, record: FileRecord, read: ChunkRead) -> str
     try:
         entries = list(read_columns(index.path, record).entries())
     except (CheckpointError, OSError):
-        return f"key '{read.key}'"
+        return say_key(read.key)
     others = len(keys_between(entries, record.size, read.chunk.start, read.chunk.stop)) - 1
-    return f"key '{read.key}'" + (f" and {counted(others, 'more key')} whose bytes lie in the same chunk" if others > 0 else "")
+    return say_key(read.key) + (f" and {counted(others, 'more key')} whose bytes lie in the same chunk" if others > 0 else "")

@@ -11,27 +11,25 @@ from ..errors import CheckpointError, CorruptCheckpointError, listing
 from ..pieces import Piece, whole_piece
 from .format import Manifest, parse_json
 from .index import CheckpointIndex, read_columns
+from .key_names import RESERVED_PREFIX, say_key
 from .plan import plan_read
 from .reader import UNCHANGED, execute_read
 
-PREFIX = "@paddle_fsdp_ckpt/"
-"""How all such keys begin."""
-
-COMMON_KEY = f"{PREFIX}common"
+COMMON_KEY = f"{RESERVED_PREFIX}common"
 """What is the same on all ranks: bytes, in the file of rank 0."""
 
-METRICS_KEY = f"{PREFIX}metrics"
+METRICS_KEY = f"{RESERVED_PREFIX}metrics"
 """Numbers by which a checkpoint is compared with others: JSON, in the file of rank 0, where there are any."""
 
 LENGTH_NBYTES = 8
 """How long the text is comes before it, little-endian."""
 
-_SHARDED = f"{PREFIX}sharded/"
+_SHARDED = f"{RESERVED_PREFIX}sharded/"
 
 
 def rank_key(rank: int) -> str:
     """Return the key of what is one rank's own: bytes, in that rank's file."""
-    return f"{PREFIX}rank/{rank}"
+    return f"{RESERVED_PREFIX}rank/{rank}"
 
 
 def sharded_key(key: str) -> str:
@@ -79,19 +77,19 @@ def check_not_reserved(keys: Iterable[str]) -> None:
     Raises:
         CheckpointError: it names them.
     """
-    taken = [key for key in keys if key.startswith(PREFIX)]
+    taken = [key for key in keys if key.startswith(RESERVED_PREFIX)]
     if taken:
-        raise CheckpointError(f"names that begin with '{PREFIX}' are kept for this package: {listing(taken)}; rename them")
+        raise CheckpointError(f"names that begin with '{RESERVED_PREFIX}' are kept for this package: {listing(taken)}; rename them")
 
 
 def without_reserved(index: CheckpointIndex) -> CheckpointIndex:
     """Return the index of what belongs to the model and its optimizers alone."""
     if index.table is not None:
-        return index.with_table(index.table.without(PREFIX))
-    ours = [key for key in index.stored if key.startswith(PREFIX)]
+        return index.with_table(index.table.without(RESERVED_PREFIX))
+    ours = [key for key in index.stored if key.startswith(RESERVED_PREFIX)]
     if not ours:
         return index
-    stored = {key: pieces for key, pieces in index.stored.items() if not key.startswith(PREFIX)}
+    stored = {key: pieces for key, pieces in index.stored.items() if not key.startswith(RESERVED_PREFIX)}
     return replace(index, stored=stored, dtypes={key: index.dtypes[key] for key in stored})
 
 
@@ -117,7 +115,7 @@ def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -
     plan = plan_read(index, [bytes_piece(key, size) for key, size in sizes.items()], ())
     if plan.problems or max(sizes.values()) > record.size:  # before so much memory is taken
         raise CorruptCheckpointError(
-            f"'{path / record.name}' holds something else than bytes under {listing(there)}; load another checkpoint"
+            f"'{path / record.name}' holds something else than bytes as {listing(map(say_key, there))}; load another checkpoint"
         )
     values = {key: bytearray(size) for key, size in sizes.items()}
     execute_read(plan, [memoryview(values[key]) for key in there], UNCHANGED)

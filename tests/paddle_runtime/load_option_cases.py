@@ -78,6 +78,33 @@ def save_without_one_state(path: str, everywhere: bool) -> None:
     ckpt.save(path, model=model, optimizer=stepper)
 
 
+def save_other_shapes(path: str, wider: list[str]) -> Held:
+    """A plain model and its states, filled, of which some matrices have three more rows."""
+    model = plain_model()
+    for name in wider:
+        layer = dict(model.named_sublayers())[name]
+        rows, columns = layer.weight.shape
+        layer.weight = paddle.create_parameter([rows + 3, columns], "float32")
+    stepper = EVERY["adamw"](model)
+    stepper._create_accumulators(paddle.static.default_main_program().global_block(), model.parameters())
+    for tensors in stepper._accumulators.values():
+        for tensor in tensors.values():
+            paddle.assign(paddle.full(tensor.shape, 0.3, tensor.dtype) if tensor.size == 1 else paddle.rand(tensor.shape), tensor)
+    ckpt.save(path, model=model, optimizer=stepper)
+    return plain_held(model, stepper, [])
+
+
+def load_other_shapes(path: str, names: list[str], options: dict[str, Any]) -> tuple[Held, Held, Any]:
+    """What there was, what there is after the load, and its report; one more step works."""
+    with cut_by_paddle("adamw", seed=9) as (model, stepper):
+        train(model, stepper, 50, 51)
+        before = held(model, stepper)
+        report = ckpt.load(path, model=model, optimizer=stepper, allow_other_shape=names, **options)
+        found = held(model, stepper)
+        train(model, stepper, 0, 1)
+        return before, found, report
+
+
 def save_low_precision(path: str) -> None:
     """A bfloat16 model, without an optimizer."""
     with cut_by_paddle("adamw", dtype="bfloat16") as (model, _):

@@ -11,10 +11,12 @@ from harness import RankPool
 from load_option_cases import (
     all_start_afresh,
     load_double,
+    load_other_shapes,
     model_part,
     refused,
     save_double,
     save_low_precision,
+    save_other_shapes,
     save_without_one_state,
     tensors_without_values,
 )
@@ -60,7 +62,36 @@ def test_one_parameter_of_a_buffer_can_not_start_afresh(tmp_path: Path, single: 
     assert results[0] == results[1]
 
 
-def test_master_weights_of_what_is_missing_can_not_stay(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_matrix_of_another_shape(tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
+    """The embedding has a buffer of its own, whose states start afresh; a block shares one, and needs the optimizer left out."""
+    path = str(tmp_path / "embedding")
+    saved = single.run(save_other_shapes, path, ["embed"])[0].state
+    results = ranks(2).run(load_other_shapes, path, ["embed.*"], {})
+    before, found = (whole([one[number] for one in results]) for number in (0, 1))
+    assert found.keys() == saved.keys()
+    fresh = {"moment1_0": 0.0, "moment2_0": 0.0, "beta1_pow_acc_0": 0.9, "beta2_pow_acc_0": 0.999}
+    for key, values in found.items():
+        wanted = before[key] if key == "embed.weight" else saved[key].values
+        if key.startswith("embed.weight."):
+            wanted = np.full_like(values, fresh[key.rpartition(".")[2]])
+        np.testing.assert_array_equal(values, wanted, err_msg=key)
+    assert [one[2].started_afresh for one in results] == [["embed.weight"]] * 2
+    path = str(tmp_path / "block")
+    saved = single.run(save_other_shapes, path, ["blocks.0.up"])[0].state
+    results = ranks(2).run(refused, path, "float32", {"allow_other_shape": ["blocks.0.up.weight"]})
+    for name, message in results:
+        assert (
+            name == "MismatchError"
+            and "blocks.0.up.weight, which had no gradient yet, or are to start afresh; the buffer steps all" in message
+        )
+    results = ranks(2).run(load_other_shapes, path, ["blocks.0.up.weight"], {"parts": {"model"}})
+    before, found = (whole([one[number] for one in results]) for number in (0, 1))
+    for key, values in found.items():
+        is_kept = key == "blocks.0.up.weight" or key.endswith("_0")
+        np.testing.assert_array_equal(values, before[key] if is_kept else saved[key].values, err_msg=key)
+
+
+def test_master_weights_of_what_is_missing_can_not_stay(tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
     path = str(tmp_path / "low")
     ranks(2).run(save_low_precision, path)
     options = {
@@ -72,6 +103,10 @@ def test_master_weights_of_what_is_missing_can_not_stay(tmp_path: Path, ranks: R
     for name, message in ranks(2).run(refused, path, "bfloat16", options):
         assert name == "MismatchError"
         assert "blocks.0.up.bias can't keep master weights" in message
+    path = str(tmp_path / "wider")
+    single.run(save_other_shapes, path, ["embed"])
+    for name, message in ranks(2).run(refused, path, "bfloat16", {"allow_other_shape": ["embed.*"], "parts": {"model"}, "cast": True}):
+        assert name == "MismatchError" and "embed.weight can't keep master weights" in message
 
 
 def test_tensors_without_values_are_named(tmp_path: Path, ranks: Ranks) -> None:

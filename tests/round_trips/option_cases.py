@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 from checkpoint_cases import MODELS as CHECKPOINT_MODELS
-from checkpoint_cases import Outcome, Tied, held, train
+from checkpoint_cases import VOCABULARY, Outcome, Tied, held, train
 from harness import this_rank
 from paddle import nn
 from paddle.optimizer import lr
@@ -50,7 +50,38 @@ class Backwards(Tied):
         return self.head(x) + paddle.matmul(x, self.aout.weight, transpose_y=True)
 
 
-MODELS.update({"counting": Counting, "measuring": Measuring, "backwards": Backwards})
+LARGER = 17
+
+
+class Grown(Tied):
+    """The same with a larger vocabulary, of which steps use the first tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.embed.weight.shape[1]
+        self.embed = nn.Embedding(LARGER, width)
+        self.out = nn.Embedding(LARGER, width)
+        self.out.weight = self.embed.weight
+        self.head.weight = paddle.create_parameter([width, LARGER], "float32")
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return super().forward(tokens)[..., :VOCABULARY]
+
+
+class Renamed(Tied):
+    """The same with another name for a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = self.head
+        del self.head
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        self.__dict__["head"] = self.lm_head
+        return super().forward(tokens)
+
+
+MODELS.update({"counting": Counting, "measuring": Measuring, "backwards": Backwards, "grown": Grown, "renamed": Renamed})
 
 
 def backwards_name(name: str) -> str:

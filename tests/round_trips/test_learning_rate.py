@@ -10,6 +10,7 @@ import paddle
 import pytest
 from checkpoint_cases import Tied, train
 from harness import RankPool
+from harness.logs import warnings_logged
 from paddle.optimizer import lr
 
 import paddle_fsdp_ckpt as ckpt
@@ -54,24 +55,33 @@ def save_in_the_middle(rate: str, path: str) -> list[tuple[float, float]]:
     return _train(model, optimizer, made, 3, 7)
 
 
-def resume(rate: str, path: str) -> tuple[list[tuple[float, float]], list[str]]:
+def resume(rate: str, path: str) -> tuple[list[tuple[float, float]], list[str], list[str], list[str]]:
+    """How the run goes on, what differs, which parts were loaded, and what was logged."""
     model, optimizer, made = _make(rate, 9)
-    report = ckpt.load(path, model=model, optimizer=optimizer)
-    return _train(model, optimizer, made, 3, 7), report.differences
+    with warnings_logged() as heard:
+        report = ckpt.load(path, model=model, optimizer=optimizer)
+    return _train(model, optimizer, made, 3, 7), report.differences, report.parts, heard
 
 
 @pytest.mark.parametrize("rate", RATES)
 def test_the_learning_rate_goes_on(rate: str, tmp_path: Path, ranks: Ranks) -> None:
     path = str(tmp_path / "checkpoint")
     uninterrupted = ranks(2).run(save_in_the_middle, rate, path)
-    assert [(seen, []) for seen in uninterrupted] == ranks(2).run(resume, rate, path)
+    every = ["model", "optimizer", "learning_rate"]
+    assert [(seen, [], every, []) for seen in uninterrupted] == ranks(2).run(resume, rate, path)
 
 
-def test_another_learning_rate_is_left_and_reported(tmp_path: Path, ranks: Ranks) -> None:
+WARM_UP = "the run had a LinearWarmup of CosineAnnealingDecay (at 0.01), and this has "
+
+
+@pytest.mark.parametrize(("rate", "has"), [("number", "a fixed 0.01"), ("cosine", "a CosineAnnealingDecay (at 0.01)")])
+def test_another_learning_rate_is_left_reported_and_logged(rate: str, has: str, tmp_path: Path, ranks: Ranks) -> None:
     path = str(tmp_path / "checkpoint")
-    ranks(2).run(save_in_the_middle, "cosine", path)
-    for seen, differences in ranks(2).run(resume, "number", path):
-        assert seen[0][1] == 0.01
-        assert len(differences) == 1
-        assert "CosineAnnealingDecay" in differences[0]
-        assert "{'value': 0.01}" in differences[0]
+    ranks(2).run(save_in_the_middle, "warm-up", path)
+    results = ranks(2).run(resume, rate, path)
+    left = 'which was left as it is: make the optimizer with that schedule, or leave the rate out by parts={"model", "optimizer"}'
+    text = f"AdamW: {WARM_UP}{has}, {left}"
+    for seen, differences, parts, _ in results:
+        assert seen[0][1] == pytest.approx(0.01, rel=0.05)
+        assert differences == [text] and parts == ["model", "optimizer"]
+    assert [heard for *_, heard in results] == [[f"loaded '{path}': {text}"], []]

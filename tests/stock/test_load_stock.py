@@ -87,6 +87,7 @@ def test_model_or_optimizer_alone(tmp_path: Path, ranks: Ranks) -> None:
     for model, both in alone:
         assert set(model.report.not_asked_for) == states
         assert set(both.report.not_asked_for) == right.keys() - states
+        assert (model.report.parts, both.report.parts) == (["model"], ["optimizer"])
 
 
 @pytest.mark.parametrize(

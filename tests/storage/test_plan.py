@@ -57,7 +57,7 @@ def test_missing_and_unexpected_keys_are_listed(index: CheckpointIndex) -> None:
     text = message(index, [W], ["layers.0.w", "layers.0.scale"])
     assert "1 missing from the checkpoint: 'layers.0.scale'" in text
     assert "1 in the checkpoint, and not in the objects: 'layers.0.b'" in text
-    assert str(index.path) in text and "nothing was changed" in text and "Way out" in text and 'parts={"model"}' in text
+    assert str(index.path) in text and "nothing was changed" in text and "Way out" in text
 
 
 def test_an_opt_out_removes_one_kind_of_problem(index: CheckpointIndex) -> None:
