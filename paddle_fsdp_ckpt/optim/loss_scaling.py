@@ -53,8 +53,9 @@ def warn_of_pending_update(scaler: Any) -> None:
         ShardingError: it is not a ``GradScaler`` or ``AmpScaler``.
     """
     _check_scaler(scaler)
-    has_stepped = any(states["state"] is OptimizerState.STEPPED for states in scaler._optimizer_states.values())
-    if scaler._enable and scaler._use_dynamic_loss_scaling and has_stepped:
+    if not (scaler._enable and scaler._use_dynamic_loss_scaling):  # a disabled one has no states
+        return
+    if any(states["state"] is OptimizerState.STEPPED for states in scaler._optimizer_states.values()):
         warn_caller(f"save between step() and update() of a {type(scaler).__name__}: a resumed run lacks that update; save after update()")
 
 

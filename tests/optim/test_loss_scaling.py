@@ -432,6 +432,30 @@ def save_around_update(path: str) -> list[list[str]]:
     return said
 
 
+def save_disabled(path: str) -> tuple[list[str], bool]:
+    """A save and a restore with a scaler that is off, as for bfloat16: what differs, and whether all came back."""
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    scaler = paddle.amp.GradScaler(enable=False)
+    bind_grad_scaler(scaler)
+    with ckpt.CheckpointManager(path) as checkpoints:
+        scaler.scale(model(paddle.ones([2, 3]), "bias", 0.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+        checkpoints.save(1, model=model, optimizer=optimizer, grad_scaler=scaler)
+        checkpoints.restore(model=model, optimizer=optimizer, grad_scaler=scaler)
+        report = checkpoints.restored
+        assert report is not None
+        return report.differences, report.is_exact
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disabled_scaler_is_saved_and_restored(world_size: int, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(world_size).run(save_disabled, str(tmp_path / "root")) == [([], True)] * world_size
+
+
 def test_a_save_before_the_update_of_the_scale_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
     ((before, (between,), after),) = ranks(1).run(save_around_update, str(tmp_path / "root"))
     assert (before, after) == ([], [])
