@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,3 +183,27 @@ def under_a_manager(root: str) -> tuple[Any, ...]:
         report = checkpoints.restored
     assert report is not None
     return text, new.last_epoch, unchanged.last_epoch, float(new_scaler._scale.item()), report.not_asked_for
+
+
+def average_beside(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """The README's average of the weights as a second model: what a plain model gets of it, and the average by numpy."""
+    paddle.seed(1)
+    model = small(50)
+    ema = copy.deepcopy(model)
+    optimizer = paddle.optimizer.AdamW(0.05, parameters=model.parameters())
+    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.fully_shard(ema, optimizer=None)
+    right = ckpt.full_state_dict(ema, to_rank=None)["0.weight"].numpy()
+    for step in range(3):
+        model(paddle.full([2, 3], float(step))).sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        with paddle.no_grad(), ckpt.local_parameters(model), ckpt.local_parameters(ema):
+            for weight, average in zip(model.parameters(), ema.parameters(), strict=True):
+                average.lerp_(weight, paddle.to_tensor(0.1))
+        weights = ckpt.full_state_dict(model, to_rank=None)["0.weight"].numpy()
+        right = right + np.float32(0.1) * (weights - right)
+    ckpt.save(path, model={"model": model, "ema": ema}, optimizer=optimizer)
+    plain = small(50)
+    ckpt.load(path, model=plain, parts={"model"}, key_map={"": "ema."}, allow_unexpected=["model.*"])
+    return plain[0].weight.numpy(), right

@@ -121,3 +121,9 @@ def test_a_manager_saves_schedules_and_scalers_by_name(tmp_path: Path, ranks: Ra
         assert "was saved without the lr_schedulers hot (it has cold, warm)" in text
         assert (epoch, unchanged, scale) == (1, 0, 8.0)
         assert left == ["lr_scheduler 'cold'", "grad_scaler 'critic'"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_average_of_the_weights_as_a_second_model(world_size: int, tmp_path: Path, ranks: Ranks) -> None:
+    for found, right in ranks(world_size).run(cases.average_beside, str(tmp_path / "step")):
+        np.testing.assert_allclose(found, right, rtol=1e-6)
