@@ -286,6 +286,7 @@ class CheckpointManager:
             timeout_seconds=self._meetings.timeout_seconds,
             keep=lambda: kept[0],
         )
+        prepared = replace(prepared, manifest=replace(prepared.manifest, discarded=self._steps.to_discard(step)))
         self._schedule.saved()
         self._steps.last = step
         job = SaveJob(
