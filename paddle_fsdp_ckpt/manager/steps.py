@@ -230,7 +230,7 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     assert number is not None
     written = 0
     try:
-        written = os.stat(root / name / MANIFEST_NAME).st_mtime_ns
+        written = max(0, os.stat(root / name / MANIFEST_NAME).st_mtime_ns)  # a time before 1970 tells nothing
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
         values = metrics_of(encoded.get(METRICS_KEY, b"{}"))
