@@ -13,6 +13,9 @@ from .storage.format import JsonValue
 _MOST_KEYS = 1000
 """A dict of more is compared as a whole."""
 
+_DICT = "dict"
+"""Stands for the digest of a dict whose items are compared one by one."""
+
 _SHOWN = 60
 """How many characters of a value are shown."""
 
@@ -25,18 +28,20 @@ def describe_values(values: Mapping[str, Any], encode: Callable[[Any], bytes]) -
         encode: returns equal bytes for equal values.
     """
     return {
-        where: [digest_of(encode(value).hex()), " ".join(f"{value!r}".split())[:_SHOWN]]
+        where: [digest, " ".join(f"{value!r}".split())[:_SHOWN]]
         for name, one in values.items()
-        for where, value in _leaves(name, one)
+        for where, value, digest in _nodes(name, one, encode)
     }
 
 
-def _leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or not 0 < len(value) <= _MOST_KEYS:
-        yield where, value
+def _nodes(where: str, value: Any, encode: Callable[[Any], bytes]) -> Iterator[tuple[str, Any, str]]:
+    """Yield a value, its digest and its place; of a dict, which is told from all else by its digest, then those in it."""
+    if not isinstance(value, dict) or len(value) > _MOST_KEYS:
+        yield where, value, digest_of(encode(value).hex())
         return
+    yield where, value, _DICT
     for key, item in value.items():
-        yield from _leaves(f"{where}[{key!r:.{_SHOWN}}]", item)
+        yield from _nodes(f"{where}[{key!r}]", item, encode)  # the whole key: long ones may differ in their ends alone
 
 
 def raise_difference(call: str, ranks: Sequence[JsonValue], ways_out: Mapping[str, str]) -> None:

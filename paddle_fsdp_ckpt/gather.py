@@ -23,7 +23,7 @@ from .layout import Slot
 from .shardings import FlatShard, Sharding, sharding_of
 from .storage.casts import may_overflow
 from .storage.digests import digest_of_parts
-from .storage.format import DTYPE_NBYTES
+from .storage.plan import FLOATING_DTYPES
 from .subjects import check_tensors
 
 Selection: TypeAlias = str | Iterable[str] | Callable[[str], bool]
@@ -61,8 +61,8 @@ def iter_full_parameters(
         include: names to yield; by default all.
         exclude: names not to yield, though included.
         trainable_only: leave out parameters with ``stop_gradient``.
-        dtype: Paddle's dtype, or its name, to convert to; by default each keeps its own. A finite value that would become infinite is an
-            error.
+        dtype: a floating point dtype of Paddle, or its name, to convert to; by default each keeps its own. A finite value that would
+            become infinite is an error.
         device: where the tensors go, e.g. ``"cpu"``; by default they stay.
         to_rank: the only one of the ranks that train the model, counted from 0, that is given tensors; the iterators of the others are
             empty, and must be run all the same. By default every rank is given all.
@@ -157,15 +157,16 @@ def receives(sharding: Sharding, to_rank: int | None) -> bool:
     rank, world_size = sharding.communicator.overall_rank, sharding.communicator.overall_world_size
     if sharding.is_plain and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    if to_rank is not None and not 0 <= to_rank < world_size:
-        raise CheckpointError(f"to_rank is {to_rank}, and the ranks that train the model are 0 to {world_size - 1}")
+    is_number = isinstance(to_rank, (int, np.integer)) and type(to_rank) is not bool
+    if to_rank is not None and not (is_number and 0 <= to_rank < world_size):
+        raise CheckpointError(f"to_rank is {to_rank!r:.100}, and the ranks that train the model are 0 to {world_size - 1}")
     return to_rank in (None, rank)
 
 
 def receiving_error(device: Any, dtype: str | None = None) -> CheckpointError | None:
-    """Say why a rank can't put tensors on a device, or that there is no such dtype; None where all is well."""
-    if dtype is not None and dtype not in DTYPE_NBYTES:
-        return CheckpointError(f"there is no dtype '{dtype}'; give one of {', '.join(DTYPE_NBYTES)}")
+    """Say why a rank can't put tensors on a device, or convert them to a dtype; None where all is well."""
+    if dtype is not None and dtype not in FLOATING_DTYPES:  # as whole numbers, weights would lose all that makes them so
+        return CheckpointError(f"dtype is '{dtype:.100}', and one of {', '.join(sorted(FLOATING_DTYPES))} is needed")
     try:
         if device is not None:
             paddle.zeros([1]).to(device)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from ..errors import counted
 from ..storage.format import utc_now
@@ -63,7 +64,7 @@ def steps_in_history(root: Path) -> set[int]:
     What is no line of it, such as half of one, is passed over.
     """
     steps: set[int] = set()
-    with suppress(OSError), open(root / HISTORY_NAME, encoding="utf-8", errors="replace") as file:
+    with suppress(OSError), open(root / HISTORY_NAME, encoding="utf-8", errors="replace", opener=_open) as file:
         for line in file:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 event = json.loads(line)
@@ -77,8 +78,9 @@ def tell(event: CheckpointEvent, root: Path, on_event: Callable[[CheckpointEvent
     """Log an event, append it to the root's history, and hand it to the hook. What fails of that is logged, and stops nobody."""
     _LOG.info("%s", event)
     try:
-        with open(root / HISTORY_NAME, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": utc_now(), **asdict(event)}) + "\n")
+        with open(root / HISTORY_NAME, "ab+", opener=_open) as file:
+            line = json.dumps({"time": utc_now(), **asdict(event)}).encode() + b"\n"
+            file.write(line if _ends_with_a_line(file) else b"\n" + line)
     except OSError as error:
         _LOG.warning("'%s' could not be written: %s", root / HISTORY_NAME, error)
     if on_event is not None:
@@ -86,3 +88,15 @@ def tell(event: CheckpointEvent, root: Path, on_event: Callable[[CheckpointEvent
             on_event(event)
         except Exception:  # noqa: BLE001 - it is the user's, and training goes on
             _LOG.exception("on_event failed, and training goes on")
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a named pipe would wait for ever
+
+
+def _ends_with_a_line(file: BinaryIO) -> bool:
+    """Tell whether a file is empty or ends with a whole line; one cut short, as on a full disk, would swallow the next."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -182,7 +182,12 @@ class CheckpointManager:
             check_same("best_step", "metric and mode", ranks, "nothing was read", shown=True)
             return best_step(metric, mode, [one for one in read_root(self._where, metrics=True).steps if one.step in own])
 
-        number: int | None = self._meetings.meet("best", lambda: [metric, mode], look)
+        def ask() -> JsonValue:
+            if not isinstance(metric, str):
+                raise CheckpointError(f"best_step: metric is {metric!r:.100}; give the name of a metric")
+            return [metric, mode]
+
+        number: int | None = self._meetings.meet("best", ask, look)
         return number
 
     def should_save(self, step: int) -> bool:
@@ -281,6 +286,7 @@ class CheckpointManager:
             timeout_seconds=self._meetings.timeout_seconds,
             keep=lambda: kept[0],
         )
+        prepared = replace(prepared, manifest=replace(prepared.manifest, discarded=self._steps.to_discard(step)))
         self._schedule.saved()
         self._steps.last = step
         job = SaveJob(

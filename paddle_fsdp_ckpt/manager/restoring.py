@@ -209,7 +209,8 @@ def _with_way_out(error: CheckpointError, step: int, before: Sequence[int]) -> C
     """Return the error of the same kind that says what to go on from."""
     kind = type(error) if isinstance(error, (*_DAMAGED, RankFailedError)) else CorruptCheckpointError
     if not before:
-        return kind(f"{step_name(step)} is damaged, and the root has no step before it: {error}")
+        begin = "CheckpointManager(root, overwrite=True) begins anew"
+        return kind(f"{step_name(step)} is damaged, and the root has no step before it ({begin}): {error}")
     return kind(
         f"{step_name(step)} is damaged, and the step before it is {step_name(before[0])}: restore(fall_back=True) takes that. {error}"
     )

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ..errors import TargetExistsError
-from .steps import Root, names_of, step_name
+from .steps import Root, SavedStep, names_of, step_name
+
+
+def discarded_steps(steps: Sequence[SavedStep], lost: Collection[int]) -> set[int]:
+    """Return the steps of a root that are of a history that was given up, and were to be removed.
+
+    The last step of the one that goes on is the first that discards all committed steps after it; as a rule that is the last step of all.
+    One that was saved anew, or brought back since, was written at another time, and isn't meant.
+
+    Args:
+        steps: the committed ones, in ascending order.
+        lost: those of which no checkpoint is left.
+    """
+    for number, last in enumerate(steps):
+        if all(one.written and last.discarded.get(one.step) == one.written for one in steps[number + 1 :]):
+            of_root = {one.step for one in steps if one.written and last.discarded.get(one.step) == one.written}
+            return of_root | {step for step in lost if last.discarded.get(step) == 0}
+    return set()
 
 
 class RunSteps:
@@ -15,19 +32,25 @@ class RunSteps:
     Attributes:
         root: what the root held when it was looked at last.
         lost: steps that were saved there, and of which nothing is left that can be restored.
-        foreign: steps in it of another history than this run's, to be removed once this run has a step of its own.
+        foreign: steps in it of another history than this run's, to be removed once this run has a step of its own. A step says which
+            were, so that a run that is killed before they are gone, or can't remove one that is being read, isn't resumed from them.
         last: the step that was saved or restored last, or began to be saved; None before.
     """
 
     def __init__(self, where: Path, root: Root, lost: Collection[int], *, overwrite: bool) -> None:
-        """Begin with what a root holds; with ``overwrite`` all of it is foreign."""
+        """Begin with what a root holds; with ``overwrite`` all of it is foreign, else what the newest step of its history says is."""
         self._where = where
         self.root = root
         self.lost = set(lost)
-        self.foreign = {*root.numbers, *lost} if overwrite else set()
+        self.foreign = {*root.numbers, *lost} if overwrite else discarded_steps(root.steps, lost)
         self.last: int | None = None
         self._later: list[int] = []
         self._may_save = overwrite or not (root.steps or lost)
+
+    def to_discard(self, step: int) -> dict[int, int]:
+        """Return what the manifest of a step is to say of foreign ones; see :class:`~.storage.format.Manifest`."""
+        known = {one.step: one.written for one in self.root.steps}
+        return {one: known.get(one, 0) for one in self.foreign - {step}}
 
     def own(self) -> list[int]:
         """Return the committed steps of this run in ascending order."""

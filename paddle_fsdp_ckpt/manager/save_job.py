@@ -16,7 +16,7 @@ from ..storage.read_lock import removing
 from ..storage.writer import FileImage
 from .history import CheckpointEvent, tell
 from .retention import Retention, need_metrics, steps_to_remove
-from .steps import Root, SavedStep, clear_left_overs, hide_step, is_own_directory, read_root, step_name
+from .steps import Root, SavedStep, clear_left_overs, hide_replaced, hide_step, is_own_directory, read_root, step_name
 from .taken_names import make_way
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
@@ -116,6 +116,7 @@ class SaveJob:
                 if not is_free:
                     _LOG.info("%s is being read, and its removal is tried again after the next save", step_name(step))
                     return False
+                hide_replaced(self.where, step)
                 hide_step(self.where, step)
         except OSError as error:
             _LOG.warning("%s could not be removed, and is tried again after the next save: %s", step_name(step), error)

@@ -37,12 +37,16 @@ class SavedStep:
         created: when it was saved, in UTC; None where it can't be read.
         metrics: what was given to the save, e.g. ``{"loss": 1.5}``; empty where nobody needs it.
         is_known: whether that could be read.
+        written: when its manifest was, in nanoseconds, by which it is told from another one of its number; 0 where nobody knows.
+        discarded: the same of the steps that it says are of another history, by their numbers.
     """
 
     step: int
     created: datetime | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     is_known: bool = True
+    written: int = 0
+    discarded: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,25 @@ class Root:
 
     def to_json(self) -> JsonValue:
         """Return the root as plain JSON data; :meth:`from_json` is the inverse."""
-        steps = [[one.step, None if one.created is None else one.created.isoformat(), one.metrics, one.is_known] for one in self.steps]
+        steps = [
+            [
+                one.step,
+                None if one.created is None else one.created.isoformat(),
+                one.metrics,
+                one.is_known,
+                one.written,
+                [*one.discarded.items()],
+            ]
+            for one in self.steps
+        ]
         return {"steps": steps, "skipped": self.skipped}
 
     @classmethod
     def from_json(cls, value: JsonValue) -> Root:
         """Build a root from what :meth:`to_json` returned."""
         steps = tuple(
-            SavedStep(step, None if created is None else datetime.fromisoformat(created), metrics, is_known)
-            for step, created, metrics, is_known in value["steps"]
+            SavedStep(step, None if created is None else datetime.fromisoformat(created), metrics, is_known, written, dict(discarded))
+            for step, created, metrics, is_known, written, discarded in value["steps"]
         )
         return cls(steps, value["skipped"])
 
@@ -138,10 +152,22 @@ def clear_left_overs(root: Path) -> None:
     failed: list[str] = []
     for name in sorted(os.listdir(root)) if root.is_dir() else []:
         target, kind = parse_left_over(name) or ("", "")
-        if (kind == "staging" and parse_step(target) is not None) or _REMOVED.fullmatch(name):
+        is_over = kind == "staging" or (kind == "replaced" and is_there(root / target / MANIFEST_NAME))
+        if (is_over and parse_step(target) is not None) or _REMOVED.fullmatch(name):
             failed += _try_to_remove(root / name)
     if failed:
         raise CheckpointError(f"left in '{root}', and tried again at the next save: {listing(failed)}")
+
+
+def hide_replaced(root: Path, step: int) -> None:
+    """Take out of a root what a step, which is there, replaced: once that is gone, it could be given the name back.
+
+    Raises:
+        OSError: the system refused.
+    """
+    for name in os.listdir(root):
+        if parse_left_over(name) == (step_name(step), "replaced"):
+            os.rename(root / name, root / f".{step_name(step)}.removed-{secrets.token_hex(8)}")
 
 
 def hide_step(root: Path, step: int) -> Path:
@@ -202,14 +228,16 @@ def _may_be_there(path: Path) -> bool:
 def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     number = parse_step(name)
     assert number is not None
+    written = 0
     try:
+        written = max(0, os.stat(root / name / MANIFEST_NAME).st_mtime_ns)  # a time before 1970 tells nothing
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
         values = metrics_of(encoded.get(METRICS_KEY, b"{}"))
     except (CheckpointError, OSError, ValueError) as error:
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
-        return SavedStep(number, is_known=isinstance(error, ValueError))
-    return SavedStep(number, datetime.fromisoformat(manifest.created), values)
+        return SavedStep(number, is_known=isinstance(error, ValueError), written=written)
+    return SavedStep(number, datetime.fromisoformat(manifest.created), values, written=written, discarded=manifest.discarded)
 
 
 def names_of(steps: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.optimizer.lr import LRScheduler
 
@@ -94,7 +95,7 @@ def keep_trainer_state(state: TrainerState, extra_state: Any, rank_state: Any, m
         if metrics:
             data[METRICS_KEY] = encoded_metrics
     kept = Kept(data, {sharded_key(key): weight for key, weight in state.sharded.items()})
-    return kept, digest_of(f"{common.hex()} {encoded_metrics.hex()}")
+    return kept, digest_of(f"{common.hex()} {json.dumps(metrics, sort_keys=True)}")
 
 
 def _described(state: TrainerState) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
@@ -127,11 +128,15 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     Raises:
         CheckpointError: they are something else.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise CheckpointError(f"metrics is {metrics!r:.100}; give a dict of numbers by name")
     checked = {}
     for name, value in (metrics or {}).items():
         try:
+            if np.iscomplexobj(value):  # numpy's float() of one is the real part
+                raise TypeError
             checked[name] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, AssertionError):  # the last one of Paddle, of a tensor of several values
             raise CheckpointError(f"metrics[{name!r:.100}] is {value!r:.100}, not a number") from None
         if type(name) is not str:
             raise CheckpointError(f"metrics has the key {name!r:.100}, which is no str")

@@ -213,6 +213,8 @@ class Manifest:
         format_version: of the directory; see :data:`FORMAT_VERSION`.
         base: first name of each parameter that was left out since it doesn't train -> what it was; None where nothing was left out.
         lora: name of each LoRA layer -> what the product of its two matrices is multiplied by.
+        discarded: step -> when its manifest was written, in nanoseconds, 0 where it had none, of the steps beside this one that are of
+            another history, and go once this one is there.
     """
 
     step: int | None
@@ -227,6 +229,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     base: dict[str, BaseParameter] | None = None
     lora: dict[str, float] = field(default_factory=dict)
+    discarded: dict[int, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``, whose last field is a digest of all the text before it.
@@ -254,6 +257,8 @@ class Manifest:
             fields["base"] = {name: one.to_text() for name, one in self.base.items()}
         if self.lora:
             fields["lora"] = self.lora
+        if self.discarded:
+            fields["discarded"] = [[step, written] for step, written in sorted(self.discarded.items())]
         text = seal(fields)
         if len(text) > MAX_MANIFEST_NBYTES:
             raise ValueError(f"the manifest would have {len(text)} bytes, and {MAX_MANIFEST_NBYTES} are allowed; keep less in extra_state")
@@ -295,6 +300,7 @@ class Manifest:
             format_version=_count(fields["format_version"], "format_version"),
             base=_base(fields["base"]) if "base" in fields else None,
             lora={name: _number(one, f"lora of '{name}'") for name, one in _dict(fields.get("lora", {}), "lora").items()},
+            discarded=_discarded(fields.get("discarded", [])),
         )
         for record in manifest.files:
             check_rank_file_name(record.name)
@@ -326,7 +332,14 @@ _MANIFEST_FIELDS = {
     "files",
     "digest",
 }
-_OPTIONAL_MANIFEST_FIELDS = {"base", "lora"}
+_OPTIONAL_MANIFEST_FIELDS = {"base", "lora", "discarded"}
+
+
+def _discarded(value: JsonValue) -> dict[int, int]:
+    pairs = [_list(pair, "a discarded step") for pair in _list(value, "discarded")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError("a discarded step is not its number and a time")
+    return {_count(step, "a discarded step"): _count(written, "the time of a discarded step") for step, written in pairs}
 
 
 def seal(fields: dict[str, JsonValue]) -> str:

@@ -39,11 +39,14 @@ def refused(sharded: bool) -> list[str]:
     calls: list[Callable[[], Any]] = [
         lambda: ckpt.iter_full_parameters(model, dtype="bf16", to_rank=0),
         lambda: ckpt.full_state_dict(model, dtype="single"),
+        lambda: ckpt.full_state_dict(model, dtype="int8"),  # 300 would be 44
+        lambda: ckpt.full_state_dict(model, to_rank="0"),  # type: ignore[arg-type]
+        lambda: ckpt.full_state_dict(model, to_rank=0.5),  # type: ignore[arg-type]
         lambda: ckpt.full_state_dict(model, device="nowhere"),
         lambda: ckpt.full_optimizer_state_dict(optimizer, device="nowhere"),
     ]
     said = []
-    for call in calls if sharded else calls[:3]:
+    for call in calls if sharded else calls[:6]:
         with pytest.raises(ckpt.CheckpointError) as caught:
             call()
         said.append(str(caught.value))

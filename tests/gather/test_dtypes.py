@@ -19,9 +19,11 @@ def test_they_are_copies_in_the_weights_own_dtype_too(ranks: Ranks, world_size: 
 
 def test_no_such_dtype_or_device(ranks: Ranks) -> None:
     for said in (ranks(1).run(cases.refused, False)[0], *ranks(2).run(cases.refused, True)):
-        assert "there is no dtype 'bf16'; give one of float64" in said[0]
-        assert "there is no dtype 'single'" in said[1]
-        for one in said[2:]:
+        for one, dtype in zip(said, ("bf16", "single", "int8"), strict=False):
+            assert f"dtype is '{dtype}', and one of bfloat16, float16, float32, float64 is needed" in one
+        for one, rank in zip(said[3:], ("'0'", "0.5"), strict=False):
+            assert f"to_rank is {rank}, and the ranks that train the model are 0 to" in one
+        for one in said[5:]:
             assert "tensors can't go to device 'nowhere'" in one or "rank 0 refused" in one
 
 

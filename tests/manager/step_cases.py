@@ -17,6 +17,7 @@ from manager_runs import build, logged, refuse
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
+from paddle_fsdp_ckpt.manager.steps import read_root
 from paddle_fsdp_ckpt.storage import system_errors
 from paddle_fsdp_ckpt.storage.read_lock import reading, removing
 
@@ -49,6 +50,24 @@ def warned_of_going_back(root: str) -> list[list[str]]:
             checkpoints.restore(model=model, optimizer=optimizer, **options)
         told.append([str(one.message) for one in caught if "discard_later" in str(one.message)])
     return told
+
+
+def give_up_what_is_read(root: str, *, anew: bool) -> tuple[list[int], int | None, list[int], list[int]]:
+    """Give up step 3, which is read at the next save, so that it stays, and go on in a new manager; return the steps each time."""
+    model, optimizer = build(seed=5)
+    with CheckpointManager(root, overwrite=anew) as checkpoints:
+        checkpoints.restore(model=model, optimizer=optimizer, **({} if anew else {"step": 1, "discard_later": True}))
+        with reading(Path(root) / "step_00000003"):
+            dist.barrier()
+            checkpoints.save(2, model=model, optimizer=optimizer)
+            dist.barrier()
+    on_disk = read_root(Path(root)).numbers
+    with CheckpointManager(root) as checkpoints:
+        step, own = checkpoints.restore(model=model, optimizer=optimizer), checkpoints.all_steps()
+        checkpoints.save(3, model=model, optimizer=optimizer)
+        dist.barrier()
+    with CheckpointManager(root) as checkpoints:
+        return on_disk, step, own, checkpoints.all_steps()
 
 
 def fall_back_and_go_on(root: str, later: int) -> tuple[int | None, list[int]]:
@@ -126,13 +145,13 @@ def find_the_best(root: str, losses: list[float]) -> tuple[list[int | None], dic
         found.append(checkpoints.restore(model=model, optimizer=optimizer, step=found[1]))
         report = checkpoints.restored
         assert report is not None
-        for metric in ("accuracy", "loss"):
+        for metric in ("accuracy", ["loss"], "loss"):
             dist.barrier()
             if metric == "loss" and this_rank().rank == 0:
                 (Path(root) / "step_00000002" / "0_0.safetensors").unlink()
             dist.barrier()
             try:
-                checkpoints.best_step(metric, mode="min")
+                checkpoints.best_step(metric, mode="min")  # type: ignore[arg-type]
             except ckpt.CheckpointError as error:
                 refused.append(str(error))
     return found, report.metrics, str(report), refused

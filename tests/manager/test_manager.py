@@ -211,6 +211,15 @@ def test_a_saved_step_of_which_nothing_can_be_read_is_a_damaged_one(later: int, 
     assert on(ranks(2), step_cases.fall_back_and_go_on, str(root), later) == [right] * 2
     assert sorted(path.name for path in root.iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in right[1])]
     assert [step for step, _ in on(ranks(2), manager_runs.restore_only, str(root))] == [later] * 2
+    told = (root / "history.jsonl").read_text().splitlines()
+    assert [line for line in told if not line.endswith("}")] == ['{"kind": "save", "st']  # which swallowed no other
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_run_is_not_resumed_from_a_step_that_was_given_up_and_is_still_there(anew: bool, root: Path, ranks: Ranks) -> None:
+    before = [] if anew else [1]
+    right = ([*before, 2, 3], 2, [*before, 2], [*before, 2, 3])
+    assert on(ranks(2), step_cases.give_up_what_is_read, str(root), anew=anew) == [right] * 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.ENOMEM])
@@ -312,10 +321,11 @@ def test_the_best_can_not_be_kept_without_its_metric(tmp_path: Path, ranks: Rank
 
 def test_the_best_step_is_found_and_what_cannot_be_read_may_be_it(tmp_path: Path, ranks: Ranks) -> None:
     losses = [0.75, 0.5, float("nan"), 0.5, 2.0]
-    for found, metrics, report, (missing, unreadable) in on(ranks(2), step_cases.find_the_best, str(tmp_path / "root"), losses):
+    for found, metrics, report, (missing, no_name, unreadable) in on(ranks(2), step_cases.find_the_best, str(tmp_path / "root"), losses):
         assert found == [None, 4, 1 + int(np.nanargmax(losses)), 4]
         assert metrics == {"loss": 0.5} and "- metrics: loss 0.5" in report
         assert "no step was saved with metrics={'accuracy': ...}; they were with loss" in missing
+        assert "best_step: metric is ['loss']; give the name of a metric" in no_name
         assert "the metrics of step_00000002 can't be read, and one of them may be the best" in unreadable
 
 

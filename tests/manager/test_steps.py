@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.manager.retention import KeepBest, KeepLast, steps_to_remove
-from paddle_fsdp_ckpt.manager.steps import Root, SavedStep, clear_left_overs, hide_step, parse_step, read_root, step_name
+from paddle_fsdp_ckpt.manager.run_steps import discarded_steps
+from paddle_fsdp_ckpt.manager.steps import (
+    Root,
+    SavedStep,
+    clear_left_overs,
+    hide_replaced,
+    hide_step,
+    parse_step,
+    read_root,
+    step_name,
+    steps_aside,
+)
 from paddle_fsdp_ckpt.storage.format import Manifest, replaced_name, staging_name, utc_now
 from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY, bytes_piece
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
@@ -144,6 +155,30 @@ def test_a_hidden_step_is_none_and_is_cleared(tmp_path: Path) -> None:
     assert read_root(tmp_path).numbers == []
     clear_left_overs(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [staging_name("other", NONCE)]
+
+
+def test_what_a_step_replaced_goes_before_it(tmp_path: Path) -> None:
+    """Else it would be given the name back. Where the step is gone, it may be all that is left of that."""
+    make(tmp_path / "step_00000007")
+    for number in (7, 8):
+        make(tmp_path / replaced_name(f"step_0000000{number}", NONCE))
+    hide_replaced(tmp_path, 7)
+    assert steps_aside(tmp_path) == [8]
+    make(tmp_path / replaced_name("step_00000007", NONCE))
+    clear_left_overs(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [replaced_name("step_00000008", NONCE), "step_00000007"]
+
+
+def test_steps_of_a_history_that_was_given_up() -> None:
+    """Those that the last step of the other one says are, unless they were saved anew or brought back since."""
+    old = [SavedStep(number, written=number) for number in (1, 2, 3)]
+    back = SavedStep(2, written=4, discarded={3: 3, 9: 0})
+    assert discarded_steps([old[0], back, old[2]], [9, 8]) == {3, 9}
+    assert discarded_steps([old[0], back, SavedStep(3, written=5)], [9]) == set()
+    assert discarded_steps([old[0], back, old[2], SavedStep(4, written=6)], []) == set()
+    assert discarded_steps([*old, SavedStep(4, written=6, discarded={1: 1, 2: 2, 3: 3})], []) == {1, 2, 3}
+    again = SavedStep(1, written=7, discarded={2: 4, 3: 3})
+    assert discarded_steps([again, back, old[2]], []) == {2, 3}
 
 
 def test_what_can_not_be_cleared_is_named(tmp_path: Path) -> None:
