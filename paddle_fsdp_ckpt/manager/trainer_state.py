@@ -133,7 +133,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     checked = {}
     for name, value in (metrics or {}).items():
         try:
-            if np.iscomplexobj(value):  # numpy's float() of one is the real part
+            if np.iscomplexobj(value) or isinstance(value, (str, bytes)):  # float() takes numpy's real parts, and texts
                 raise TypeError
             checked[name] = float(value)
         except (TypeError, ValueError, OverflowError, AssertionError):  # the last one of Paddle, of a tensor of several values

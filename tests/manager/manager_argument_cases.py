@@ -84,6 +84,7 @@ def save_other(root: str, which: str) -> None:
         "list of metrics": {"metrics": [0.5]},
         "large metric": {"metrics": {"loss": 10**400}},
         "complex metric": {"metrics": {"loss": np.complex64(1)}},
+        "metric as a text": {"metrics": {"loss": "0.3"}},
         "step": {"step": 1 + rank},
         "tuple": {"rank_state": (1, 2)},
         "metrics": {"metrics": {"loss": "low"}},

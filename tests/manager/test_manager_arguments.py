@@ -37,6 +37,7 @@ Ranks = Callable[[int], RankPool]
         ("step", "step must be the same on all ranks, and differ: rank 0 1 and rank 1 2"),
         ("tuple", "rank_state is of type tuple"),
         ("metrics", "metrics['loss'] is 'low', not a number"),
+        ("metric as a text", "metrics['loss'] is '0.3', not a number"),
         ("lr_scheduler", "lr_scheduler: float is not one of paddle.optimizer.lr"),
         ("grad_scaler", "float is not a paddle.amp.GradScaler"),
         ("sharded", "sharded: give a dict of ShardedWeight"),
