@@ -131,7 +131,8 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise CheckpointError(f"metrics is {metrics!r:.100}; give a dict of numbers by name")
     checked = {}
-    for name, value in (metrics or {}).items():
+    given: Mapping[str, Any] = metrics or {}
+    for name, value in given.items():
         try:
             if np.iscomplexobj(value) or isinstance(value, (str, bytes)):  # float() takes numpy's real parts, and texts
                 raise TypeError
