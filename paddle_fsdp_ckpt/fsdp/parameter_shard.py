@@ -34,8 +34,9 @@ class ParameterShard:
         index: its place among the model's parameters, the same on every rank.
         got_gradient: a gradient arrived on this rank and is not known to the other ranks yet.
         has_gradient: some rank got a gradient (which may have been set to zero since).
+        is_zero: its gradient, if it has one, is the zeros that ``clear_grad()`` leaves.
         is_unused: a gradient arrived on this rank that no step has used.
-        is_left: a step has used its gradient, and nobody cleared it since.
+        is_left: a step has used its gradient, other than such zeros, and nobody cleared it since.
         is_sentinel: its optimizer looks at the mark that stands for its gradient, see :meth:`is_mark_scaled`.
         changes: how often this rank's piece was, or may have been, written to.
     """
@@ -50,6 +51,7 @@ class ParameterShard:
         # Of zeros, as clear_grad() leaves them; others were refused.
         self.has_gradient = parameter.grad is not None
         parameter.clear_gradient(False)
+        self.is_zero = True
         self.is_unused = False
         self.is_left = False
         self.is_sentinel = False
@@ -190,6 +192,7 @@ class ParameterShard:
             return
         self.buffer.add_gradient(self.slot, gradient)
         self.got_gradient = self.is_unused = True
+        self.is_zero = False
         self.unit.runtime.adds_to_left = self.unit.runtime.adds_to_left or self.is_left
         self._leave_mark(gradient)
 
@@ -261,6 +264,7 @@ class ParameterShard:
                 f"give this rank's piece, shape [{self.range.numel}], in {dtype}"
             )
         self.has_gradient = True
+        self.is_zero = False
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(value.astype(dtype), self._gradient_view())
@@ -272,6 +276,7 @@ class ParameterShard:
         """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
         self.has_gradient = self.has_gradient and set_to_zero
         self.is_unused = self.is_left = False
+        self.is_zero = True
         if self.got_gradient:
             self.buffer.zero_pending(self.slot)
             self.got_gradient = set_to_zero
@@ -281,6 +286,7 @@ class ParameterShard:
         """Let there be a gradient of zeros, or none, whatever there was; the same on every rank."""
         self.got_gradient = self.is_unused = self.is_left = False
         self.has_gradient = present
+        self.is_zero = True
         self.buffer.zero_pending(self.slot)
         self.buffer.note_zero(self)
 

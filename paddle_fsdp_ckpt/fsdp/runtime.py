@@ -103,7 +103,7 @@ class Runtime:
     def gradients_used(self) -> None:
         """A step is about to use the gradients that there are."""
         for shard in self.shards:
-            shard.is_unused, shard.is_left = False, shard.has_gradient
+            shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero
 
     # Errors that Paddle would not let through where they are found.
 
@@ -364,6 +364,7 @@ class Runtime:
             )
         for shard, got in zip(shards, agreed.got_gradient, strict=True):
             shard.has_gradient = shard.has_gradient or got
+            shard.is_zero = shard.is_zero and (shard.got_gradient or not got)  # one of other ranks alone has values now
             shard.got_gradient = False
         for buffer, pending in zip(buffers, agreed.is_pending, strict=True):
             if pending:

@@ -221,8 +221,16 @@ def _check_same_restore(ranks: list[JsonValue]) -> None:
         check_same("restore", what, values, "nothing was changed", shown=what == "step")
     given = {key for one in ranks for key in one[2]}
     saved = {key for one in ranks for key in one[3]}
-    if given and given != saved:
+    step = step_name(ranks[0][0])
+    if given - saved:
+        lacking = listing(f"'{key}'" for key in sorted(given - saved))
+        instead = f"with those alone that it holds ({listing(sorted(saved))})" if saved else "without sharded="
         raise MismatchError(
-            f"sharded: the checkpoint lacks {listing(sorted(given - saved)) or 'none'}, and has besides "
-            f"{listing(sorted(saved - given)) or 'none'}; nothing was changed. Give the tensors that were given to the save"
+            f"{step} holds no value {lacking} of sharded=; nothing was changed. Restore {instead}, and start what it lacks afresh "
+            "(from the weights, for an average)"
+        )
+    if given and saved - given:
+        raise MismatchError(
+            f"sharded: {step} has besides {listing(sorted(saved - given))}; nothing was changed. Give all tensors that were given to the "
+            "save, or restore without sharded="
         )

@@ -34,8 +34,9 @@ from ..storage.format import JsonValue, Manifest, check_json
 from ..storage.index import read_index, read_manifest
 from ..storage.key_names import say_key
 from ..storage.plan import ReadPlan, plan_read
+from ..storage.problems import CASTABLE
 from ..storage.reader import execute_read, verify_first
-from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
+from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, key_of_sharded, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
 from .extra_state import decode_extra_state, encode_extra_state
 from .random_state import capture_random_state, random_state_for, restore_random_state
 from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
@@ -156,7 +157,7 @@ class SavedState:
         lr_schedulers: what was saved of schedulers, by name.
         grad_scalers: the same of scalers.
         reads: of the sharded tensors; None where none were given.
-        sharded: their keys in the checkpoint; empty where none were given.
+        sharded: all such keys in the checkpoint; empty where none were given.
         not_asked_for: in words, what is in the checkpoint and was not given to be restored.
         metrics: the step's.
     """
@@ -261,13 +262,24 @@ def _plan_sharded(path: Path, state: TrainerState, progress: ProgressLine) -> tu
     if not state.sharded:
         return None, []
     index = read_index(path)
+    saved = sorted(sharded_keys(index))
+    if not state.sharded.keys() <= set(saved):
+        return None, saved  # what all ranks gave is compared with it
     pieces = [piece_of(sharded_key(key), weight) for key, weight in state.sharded.items()]
     # What this rank holds nothing of, another one does.
     reads = plan_read(index, pieces, (), index.stored)
-    reads.problems.raise_if_any()
+    problems = reads.problems
+    found = [*problems.wrong_shape, *problems.wrong_dtype, *problems.uncovered]
+    if found:
+        texts = listing(f"'{key_of_sharded(one.key)}': {one.text.removesuffix(f' {CASTABLE}')}" for one in found)
+        raise MismatchError(
+            f"sharded: '{path}' holds these otherwise than they were given; nothing was changed: {texts}. Give tensors like those that "
+            "were saved, or restore without sharded="
+        )
+    problems.raise_if_any()
     with progress:
         verify_first(reads, counter_of(progress, reads))
-    return reads, sorted(sharded_keys(index))
+    return reads, saved
 
 
 def _read_own(path: Path, manifest: Manifest, number: int) -> Any:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,9 +257,18 @@ def near_misses(missing: Collection[str], unexpected: Collection[str], renamed: 
         unexpected: keys that the checkpoint has and the objects lack.
         renamed: beginnings of missing keys -> what may stand there for them in the checkpoint, by shapes and dtypes.
     """
+    unchanged = set(missing).intersection(unexpected)
+    if unchanged:
+        text = f"{len(unchanged)} of these are in it under their own names: leave key_map out, or what of it renames them"
+        return [text, *near_misses(set(missing) - unchanged, set(unexpected) - unchanged, renamed)]
     there = sorted(unexpected)[:_SEARCHED]
     prefixes = _changed_prefixes(sorted(missing)[:_SEARCHED], there)
-    lines = [f"{count} of these are in it {_say_prefixes(here, saved)}" for (here, saved), count in prefixes]
+    lines = [f"{len(keys)} of these are in it {_say_prefixes(here, saved)}" for (here, saved), keys in prefixes]
+    if any(not one.isdisjoint(other) for (_, one), (_, other) in combinations(prefixes, 2)):
+        return [
+            *lines,
+            "several of these have the same name in it; is it of one model, and several were given? Then load it into that one by itself",
+        ]
     if prefixes:
         entries = ", ".join(f"{here!r}: {saved!r}" for here, saved in dict(pair for pair, _ in prefixes).items())
         return [*lines, f"was the model wrapped or renamed since? Then load with key_map={{{entries}}}"]
@@ -284,24 +294,24 @@ def _say_prefixes(here: str, saved: str) -> str:
     return f"with '{saved}' for their '{here}'" if here else f"with the prefix '{saved}' in front"
 
 
-def _changed_prefixes(missing: Sequence[str], there: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
-    """Return up to three pairs (prefix of missing keys, prefix in the checkpoint), by the number of keys that they explain."""
+def _changed_prefixes(missing: Sequence[str], there: Sequence[str]) -> list[tuple[tuple[str, str], set[str]]]:
+    """Return up to three pairs (prefix of missing keys, prefix in the checkpoint), by how many keys they explain, and those in it."""
     by_ending: dict[str, list[str]] = {}
     for key in there:
         for ending in _endings(key):
             by_ending.setdefault(ending, []).append(key)
-    found: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], set[str]] = {}
     longest: dict[tuple[str, str], int] = {}
     for key in missing:
         ending = next((ending for ending in _endings(key) if ending in by_ending), "")
         # Where several keys end alike, nobody knows which one is meant.
         if ending and len(by_ending[ending]) == 1:
             pair = key[: len(key) - len(ending)], by_ending[ending][0][: -len(ending)]
-            found[pair] += 1
+            found.setdefault(pair, set()).add(by_ending[ending][0])
             longest[pair] = max(longest.get(pair, 0), ending.count("."))
     # One common last word, such as "weight", says nothing; a wrapper adds its prefix and changes nothing else.
-    likely = Counter({pair: count for pair, count in found.items() if count > 1 or longest[pair] or not all(pair)})
-    pairs = {pair[0]: (pair, count) for pair, count in reversed(likely.most_common(3))}
+    likely = Counter({pair: len(keys) for pair, keys in found.items() if len(keys) > 1 or longest[pair] or not all(pair)})
+    pairs = {pair[0]: (pair, found[pair]) for pair, _ in reversed(likely.most_common(3))}
     return list(reversed(pairs.values()))
 
 

@@ -37,9 +37,14 @@ def sharded_key(key: str) -> str:
     return f"{_SHARDED}{key}"
 
 
+def key_of_sharded(key: str) -> str:
+    """Return the users' key of one of :func:`sharded_key`."""
+    return key.removeprefix(_SHARDED)
+
+
 def sharded_keys(index: CheckpointIndex) -> list[str]:
     """Return the users' keys of their own sharded tensors in a checkpoint."""
-    return [key.removeprefix(_SHARDED) for key in index.stored if key.startswith(_SHARDED)]
+    return [key_of_sharded(key) for key in index.stored if key.startswith(_SHARDED)]
 
 
 def is_sharded_key(key: str) -> bool:

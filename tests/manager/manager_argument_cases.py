@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from harness import this_rank
 from manager_runs import build, weights
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from trainer_state_cases import average_of, everything
 
 import paddle_fsdp_ckpt as ckpt
@@ -56,6 +57,8 @@ def restore_other(root: str, which: str) -> None:
         "grad_scaler": {"grad_scaler": scaler},
         "two schedules": {"lr_scheduler": [schedule, schedule]},
         "sharded": {"sharded": average | more},
+        "an average": {"sharded": {"ema.up.bias": average["up.bias"]} if "up.bias" in average else {}, "allow_missing": ["ema.*"]},
+        "other shape": {"sharded": average | {"up.bias": ShardedWeight("x", paddle.ones([3]), (3,), (3,), (0,))}},
         "less sharded": {"sharded": {"up.bias": average["up.bias"]} if "up.bias" in average else {}},
     }
     before = weights(model)

@@ -33,6 +33,14 @@ def test_buffers_that_differ_between_ranks(tmp_path: Path, ranks: Ranks) -> None
     assert "norm._variance" not in said[0][0]
 
 
+def warns_of_gradients(path: str, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> bool:
+    """Save, and tell whether that warns of gradients."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ckpt.save(path, model=model, optimizer=optimizer, overwrite=True)
+    return any("gradients are not saved" in str(one.message) for one in caught)
+
+
 def saves_that_warn_of_gradients(path: str) -> list[bool]:
     model, optimizer = build("tied", "sgd")
     warned = []
@@ -41,10 +49,7 @@ def saves_that_warn_of_gradients(path: str) -> list[bool]:
         model(paddle.zeros([2, 5], "int64")).sum().backward()
 
     def save() -> None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ckpt.save(path, model=model, optimizer=optimizer, overwrite=True)
-        warned.append(any("gradients are not saved" in str(one.message) for one in caught))
+        warned.append(warns_of_gradients(path, model, optimizer))
 
     save()
     backward()
@@ -73,6 +78,40 @@ def saves_that_warn_of_gradients(path: str) -> list[bool]:
 def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
     for warned in ranks(world_size).run(saves_that_warn_of_gradients, str(tmp_path / "checkpoint")):
         assert warned == [False, True, True, False, False, False, True, False]
+
+
+def saves_that_warn_of_zeros(path: str) -> dict[str, bool]:
+    """Save after two rounds that end with ``clear_grad()``, another call and a look, and tell by that call which saves warn."""
+    model, optimizer = build("tied", "sgd")
+    ckpt.save(path, model=model, optimizer=optimizer)
+
+    calls: dict[str, Callable[[], object]] = {
+        "local_parameters": lambda: None,
+        "step": optimizer.step,
+        "clip_grad_norm_": lambda: ckpt.clip_grad_norm_(model, 1.0),
+        "grad": lambda: [parameter.grad for parameter in model.parameters()],
+        "state dicts": lambda: (ckpt.full_state_dict(model), ckpt.sharded_state_dict(model)),
+        "load": lambda: ckpt.load(path, model=model, optimizer=optimizer),
+        "no clear_grad": lambda: None,
+    }
+    warned = {}
+    for name, call in calls.items():
+        for _ in range(2):
+            model(paddle.zeros([2, 5], "int64")).sum().backward()
+            optimizer.step()
+            if name != "no clear_grad":
+                optimizer.clear_grad()
+            call()
+            with ckpt.local_parameters(model):  # which counts as a step
+                pass
+        warned[name] = warns_of_gradients(path, model, optimizer)
+    return warned
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zeros_of_clear_grad_are_no_gradients(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
+    for warned in ranks(world_size).run(saves_that_warn_of_zeros, str(tmp_path / "checkpoint")):
+        assert [name for name, warns in warned.items() if warns] == ["no clear_grad"]
 
 
 def train_without_gradients() -> list[list[str]]:

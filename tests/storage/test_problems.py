@@ -129,6 +129,17 @@ def test_one_model_of_several() -> None:
     assert line.endswith("load with key_map={'': 'actor.'} and allow_unexpected=[patterns of the others]")
 
 
+def test_names_that_only_the_key_map_changes() -> None:
+    (line,) = near_misses([*BLOCKS, "head.weight"], BLOCKS)
+    assert line == "36 of these are in it under their own names: leave key_map out, or what of it renames them"
+
+
+def test_several_models_are_not_filled_from_one() -> None:
+    *lines, way_out = near_misses([f"{name}.{key}" for name in ("actor", "critic") for key in BLOCKS], BLOCKS)
+    assert lines == [f"36 of these are in it without their prefix '{name}.'" for name in ("actor", "critic")]
+    assert "key_map" not in way_out and way_out.endswith("Then load it into that one by itself")
+
+
 def test_names_that_are_spelt_nearly_alike() -> None:
     assert near_misses(["model.atention"], ["model.attention", "other"]) == ["'model.atention' is missing, and 'model.attention' is there"]
 
