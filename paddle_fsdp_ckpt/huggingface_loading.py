@@ -134,9 +134,10 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, allowed.missing, compare=compare)
     lacking = _lacking(index, rules, heads, shapes)
     kept = {key for key in keys if key not in rules} | {key for key in lacking if allowed.missing.match(key)}
+    refused = [key for key in lacking if key not in kept]
     embeddings = {rule.tied_to for rule in chosen.rules}
-    # How what keeps its values lies doesn't matter; the embedding says how all else must.
-    check_layout(chosen, {key: shape for key, shape in shapes.items() if key in rules and (key not in kept or key in embeddings)})
+    # How what isn't read lies doesn't matter; the embedding says how all else must.
+    check_layout(chosen, {key: shape for key, shape in shapes.items() if key in rules and (key not in lacking or key in embeddings)})
     weights = subjects.sharding.model_weights(subjects.model)
     for key, weight in weights.items():
         if tuple(weight.local_shape) != tuple(weight.global_shape):
@@ -148,6 +149,9 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
         found: list[tuple[TensorSource, ...]] = []
         for key in tensor.names:
             if key in kept:
+                continue
+            if key in lacking:
+                problems += [f"'{key}' needs '{name}', which is missing" for name in lacking[key]]
                 continue
             head = heads.get(key)
             rule, values = rules[key if head is None or not head.lies_as_embedding else head.embedding]
@@ -163,7 +167,6 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
             tied += [(found[0], other) for other in found[1:]]
             kept.difference_update(tensor.names)  # another name of the same tensor, which is loaded
     if problems:
-        refused = [key for key in lacking if key not in kept]
         raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}{offer_missing(refused, keys)}")
     if kept and not targets:
         raise MismatchError(f"not one tensor of '{path}' goes into the model, and all {len(kept)} keys may be missing; nothing was changed")
@@ -175,8 +178,8 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     left_out = tuple(name for name in unused if allowed.unexpected.match(name))
     count = len({source.name for target in targets for source in target.sources})
     report = HuggingFaceLoadReport(index.path, count, tuple(sorted(kept)), left_out, allowed.unused())
-    refused = [name for name in unused if name not in left_out]
-    return _Plan(index, subjects, tuple(refused), Reading(index, targets, subjects.sharding.communicator, weights), report)
+    unexpected = tuple(name for name in unused if name not in left_out)
+    return _Plan(index, subjects, unexpected, Reading(index, targets, subjects.sharding.communicator, weights), report)
 
 
 def _lacking(
@@ -184,14 +187,18 @@ def _lacking(
     rules: Mapping[str, tuple[Rule, dict[str, str]]],
     heads: Mapping[str, _Head],
     shapes: Mapping[str, Sequence[int]],
-) -> list[str]:
-    """Return the keys of tensors that are, or have parts that are, missing in the files."""
-    names = {
-        key: [heads[key].tensor] if key in heads else rules[key][0].target_names(rules[key][1], shapes[key])
-        for key in shapes
-        if key in rules
-    }
-    return [key for key, sources in names.items() if any(name not in index for name in sources)]
+) -> dict[str, list[str]]:
+    """Return, for each key of which there are such, the names of tensors that it needs and the files lack."""
+    found = {}
+    for key, shape in shapes.items():
+        if key not in rules:
+            continue
+        rule, values = rules[key]
+        names = [heads[key].tensor] if key in heads else rule.target_names(values, shape)
+        missing = [name for name in names if name not in index]
+        if missing:
+            found[key] = missing
+    return found
 
 
 class _Tensor(NamedTuple):
@@ -296,9 +303,6 @@ def _heads(
 
 def _problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
     for source in sources:
-        if source.name not in index:
-            yield f"'{key}' needs '{source.name}', which is missing"
-            continue
         stored, shape = index.dtypes[source.name], index.global_shape(source.name)
         if shape != source.shape:
             yield f"'{key}' needs '{source.name}' of shape {list(source.shape)}, and it has {list(shape)}"
