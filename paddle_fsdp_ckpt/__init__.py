@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .gather import full_state_dict, iter_full_parameters, parameter_versions
     from .gather_states import full_optimizer_state_dict
     from .huggingface_loading import load_huggingface
+    from .huggingface_report import HuggingFaceLoadReport
     from .loading import LoadReport, load
     from .manager import CheckpointEvent, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepNewestOfEach, RestoreReport
     from .optim import bind_grad_scaler, bind_optimizer, clip_grad_norm_, register_optimizer, repair_paddle_runtime, split_weight_decay
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointEvent",
     "CheckpointManager",
     "CorruptCheckpointError",
+    "HuggingFaceLoadReport",
     "IncompleteCheckpointError",
     "KeepBest",
     "KeepEvery",
@@ -101,6 +103,7 @@ _MODULES = {
     "RestoreReport": "manager",
     "CheckpointError": "errors",
     "CorruptCheckpointError": "errors",
+    "HuggingFaceLoadReport": "huggingface_report",
     "IncompleteCheckpointError": "errors",
     "LoadReport": "loading",
     "MismatchError": "errors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paddle import nn
 
-from .errors import MismatchError, RankFailedError, ShardingError, listing
+from .errors import MismatchError, RankFailedError, ShardingError, counted, listing
 from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
@@ -20,8 +20,11 @@ from .export.recipes import AUTO, choose_recipe
 from .export.recipes.rules import Rule, TensorSource, apply_rule
 from .export.recipes.spelling import check_layout, spelled_for
 from .fsdp import dtype_name
+from .huggingface_allowed import Allowed, check_allowed, offer_missing, offer_unexpected, rules_of
 from .huggingface_reading import Reading
+from .huggingface_report import HuggingFaceLoadReport
 from .layout import Range
+from .loading.options import Patterns
 from .meeting import absolute_path, check_same, open_meeting
 from .pieces import whole_piece
 from .progress import long_progress
@@ -41,22 +44,31 @@ def load_huggingface(
     model: nn.Layer,
     recipe: str = AUTO,
     cast: bool = False,
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-) -> None:
+) -> HuggingFaceLoadReport:
     """Give a model the weights of a Hugging Face model in safetensors files. All ranks must call it alike.
 
-    Strict: each parameter and persistable buffer must come from tensors of its shape and dtype, and each tensor must go somewhere. Fused
-    projections are put together. Each rank reads what it keeps, straight into its place. Of a matrix that lies the other way round that is
-    a part of each of its rows: the ranks that keep some of it read whole rows by turns, each about as much as it keeps, and hand on to
-    each other what the others keep, at most 32 MiB at a time. So each byte is read by one rank of each replica; of a plain model, by all.
-    Master weights of bound optimizers follow.
+    Strict: each parameter and persistable buffer must come from tensors of its shape and dtype, and each tensor must go somewhere, but for
+    what the caller allows. Fused projections are put together. Each rank reads what it keeps, straight into its place. Of a matrix that
+    lies the other way round that is a part of each of its rows: the ranks that keep some of it read whole rows by turns, each about as much
+    as it keeps, and hand on to each other what the others keep, at most 32 MiB at a time. So each byte is read by one rank of each replica;
+    of a plain model, by all. Master weights of bound optimizers follow.
 
     Args:
         path: the directory with ``config.json`` and ``model.safetensors``, or several and an index; the same on all ranks.
         model: sharded by ``fully_shard``, or plain.
         recipe: how names and layouts differ, see :func:`~.export.recipes.choose_recipe`.
         cast: convert between floating point types by value, to the nearest. A value too large for its new type is an error.
+        allow_missing: patterns, such as ``"score.*"``, of the model's names that keep their values where the files lack one of the tensors
+            that they come from, or no rule of the recipe takes them; ``*`` and ``?`` stand for any text and any character, ``[...]`` for
+            some characters. What the files have is loaded all the same.
+        allow_unexpected: patterns, such as ``"lm_head.*"``, of names of the files' tensors that may go nowhere.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
+
+    Returns:
+        How many tensors were read, and what ``allow_missing`` and ``allow_unexpected`` let differ.
 
     Raises:
         MismatchError: model, recipe, configuration and tensors don't fit each other; nothing was changed.
@@ -67,9 +79,11 @@ def load_huggingface(
     planned: list[_Plan] = []
 
     def prepare() -> JsonValue:
-        plan = _prepare(absolute_path(path), check_subjects(model, []), recipe, cast=cast, compare=rendezvous.rank == COORDINATOR)
+        allowed = check_allowed(allow_missing, allow_unexpected)
+        plan = _prepare(absolute_path(path), check_subjects(model, []), recipe, allowed, cast=cast, compare=rendezvous.rank == COORDINATOR)
         planned.append(plan)
-        return [str(plan.index.path), plan.subjects.digest(), plan.index.digest(), [recipe, cast], plan.reading.digest]
+        arguments = {"recipe": recipe, "cast": cast, **{name: list(patterns) for name, patterns in allowed.given.items()}}
+        return [str(plan.index.path), plan.subjects.digest(), plan.index.digest(), arguments, plan.reading.digest]
 
     exchange(rendezvous, f"{token}/prepare", prepare, lambda ranks: _check_alike(planned[0], ranks), timeout_seconds)
     plan = planned[0]
@@ -84,7 +98,8 @@ def load_huggingface(
             raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
-        plan.subjects.sharding.values_written(model, [], [])
+        plan.subjects.sharding.values_written(model, [], [], plan.report.missing)
+    return plan.report
 
 
 @dataclass(frozen=True)
@@ -94,27 +109,35 @@ class _Plan:
     Attributes:
         index: of the Hugging Face model.
         subjects: the model.
-        used: names of tensors there that values come from, or that are other names of such.
+        unexpected: names of tensors there that go nowhere, which is not allowed.
         reading: what this rank does.
+        report: what the caller gets in the end.
     """
 
     index: CheckpointIndex
     subjects: Subjects
-    used: frozenset[str]
+    unexpected: tuple[str, ...]
     reading: Reading
+    report: HuggingFaceLoadReport
 
 
-def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare: bool) -> _Plan:
+def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, cast: bool, compare: bool) -> _Plan:
     """Plan what this rank reads; where ``compare`` is true, look whether tensors that become one have the same values."""
     assert subjects.model is not None
     index = read_huggingface_index(path)
     config = read_config(path) if (path / CONFIG_NAME).exists() else None
     keys = sorted(subjects.model_keys())
     chosen = spelled_for(choose_recipe(recipe, config), keys)
-    rules = chosen.rules_of(keys)
+    rules = rules_of(chosen, keys, allowed.missing)
     tensors = list(_tensors(subjects))
-    check_layout(chosen, {name: tensor.shape for tensor in tensors for name in tensor.names})
-    heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, compare=compare)
+    shapes = {name: tensor.shape for tensor in tensors for name in tensor.names}
+    heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, allowed.missing, compare=compare)
+    lacking = _lacking(index, rules, heads, shapes)
+    kept = {key for key in keys if key not in rules} | {key for key in lacking if allowed.missing.match(key)}
+    refused = [key for key in lacking if key not in kept]
+    embeddings = {rule.tied_to for rule in chosen.rules}
+    # How what isn't read lies doesn't matter; the embedding says how all else must.
+    check_layout(chosen, {key: shape for key, shape in shapes.items() if key in rules and (key not in lacking or key in embeddings)})
     weights = subjects.sharding.model_weights(subjects.model)
     for key, weight in weights.items():
         if tuple(weight.local_shape) != tuple(weight.global_shape):
@@ -125,6 +148,11 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
     for tensor in tensors:
         found: list[tuple[TensorSource, ...]] = []
         for key in tensor.names:
+            if key in kept:
+                continue
+            if key in lacking:
+                problems += [f"'{key}' needs '{name}', which is missing" for name in lacking[key]]
+                continue
             head = heads.get(key)
             rule, values = rules[key if head is None or not head.lies_as_embedding else head.embedding]
             whole = whole_piece(key, tensor.dtype, tensor.shape)
@@ -137,13 +165,40 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, *, cast: bool, compare
         if found:
             targets.append(TensorTarget(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
             tied += [(found[0], other) for other in found[1:]]
+            kept.difference_update(tensor.names)  # another name of the same tensor, which is loaded
     if problems:
-        raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}")
+        raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}{offer_missing(refused, keys)}")
+    if kept and not targets:
+        raise MismatchError(f"not one tensor of '{path}' goes into the model, and all {len(kept)} keys may be missing; nothing was changed")
     for first, others in tied if compare else ():
         _check_same_values(index, first, others)
     used = {source.name for target in targets for source in target.sources} | {source.name for _, others in tied for source in others}
-    used |= {head.own_tensor for head in heads.values()}
-    return _Plan(index, subjects, frozenset(used), Reading(index, targets, subjects.sharding.communicator, weights))
+    used |= {head.own_tensor for key, head in heads.items() if key not in kept}
+    unused = sorted(name for name in index.stored if name not in used and not name.endswith(COMPUTED))
+    left_out = tuple(name for name in unused if allowed.unexpected.match(name))
+    count = len({source.name for target in targets for source in target.sources})
+    report = HuggingFaceLoadReport(index.path, count, tuple(sorted(kept)), left_out, allowed.unused())
+    unexpected = tuple(name for name in unused if name not in left_out)
+    return _Plan(index, subjects, unexpected, Reading(index, targets, subjects.sharding.communicator, weights), report)
+
+
+def _lacking(
+    index: CheckpointIndex,
+    rules: Mapping[str, tuple[Rule, dict[str, str]]],
+    heads: Mapping[str, _Head],
+    shapes: Mapping[str, Sequence[int]],
+) -> dict[str, list[str]]:
+    """Return, for each key of which there are such, the names of tensors that it needs and the files lack."""
+    found = {}
+    for key, shape in shapes.items():
+        if key not in rules:
+            continue
+        rule, values = rules[key]
+        names = [heads[key].tensor] if key in heads else rule.target_names(values, shape)
+        missing = [name for name in names if name not in index]
+        if missing:
+            found[key] = missing
+    return found
 
 
 class _Tensor(NamedTuple):
@@ -212,9 +267,18 @@ class _Head:
 
 
 def _heads(
-    index: CheckpointIndex, subjects: Subjects, rules: Mapping[str, Rule], config: ModelConfig | None, *, compare: bool
+    index: CheckpointIndex,
+    subjects: Subjects,
+    rules: Mapping[str, Rule],
+    config: ModelConfig | None,
+    may_be_missing: Patterns,
+    *,
+    compare: bool,
 ) -> dict[str, _Head]:
-    """Return the keys of heads that take the weight of the embedding; where ``compare`` is true, look whether both have the same values."""
+    """Return the keys of heads that take the weight of the embedding; where ``compare`` is true, look whether both have the same values.
+
+    A head that the files lack does so where they have no configuration either, unless it may be missing.
+    """
     found = {}
     for key, rule in rules.items():
         if rule.tied_to is None or rule.tied_to not in rules:
@@ -226,7 +290,8 @@ def _heads(
             any(key in names and rule.tied_to in names for names in subjects.tied()),
         )
         is_said = config is not None and config.get(TIED) is True
-        if not (head.lies_as_embedding or is_said or (config is None and head.own_tensor not in index)):
+        is_meant = config is None and head.own_tensor not in index
+        if not (head.lies_as_embedding or is_said or (is_meant and not may_be_missing.match(key))):
             continue
         both = head.own_tensor in index and head.tensor in index
         if compare and both and not have_same_values(index, [head.own_tensor, head.tensor]):
@@ -238,9 +303,6 @@ def _heads(
 
 def _problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
     for source in sources:
-        if source.name not in index:
-            yield f"'{key}' needs '{source.name}', which is missing"
-            continue
         stored, shape = index.dtypes[source.name], index.global_shape(source.name)
         if shape != source.shape:
             yield f"'{key}' needs '{source.name}' of shape {list(source.shape)}, and it has {list(shape)}"
@@ -251,9 +313,13 @@ def _problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[Te
 
 
 def _check_alike(plan: _Plan, ranks: list[JsonValue]) -> None:
-    whats = ("path", "model", "files", "recipe and cast", "what the recipe and config.json make of them")
+    whats = ("path", "model", "files", "the options", "what the recipe and config.json make of them")
     for what, values in zip(whats, zip(*ranks, strict=True), strict=True):
-        check_same("load_huggingface", what, values, "nothing was changed", shown=what in ("path", "recipe and cast"))
-    unused = [f"'{name}'" for name in plan.index.stored if name not in plan.used and not name.endswith(COMPUTED)]
-    if unused:
-        raise MismatchError(f"'{plan.index.path}' has {len(unused)} tensors that the model lacks: {listing(unused)}; nothing was changed")
+        check_same("load_huggingface", what, values, "nothing was changed", shown=what in ("path", "the options"))
+    unexpected = plan.unexpected
+    if unexpected:
+        names = listing(f"'{name}'" for name in unexpected)
+        raise MismatchError(
+            f"'{plan.index.path}' has {counted(len(unexpected), 'tensor')} that the model lacks: {names}; nothing was "
+            f"changed{offer_unexpected(unexpected, plan.index.stored)}"
+        )

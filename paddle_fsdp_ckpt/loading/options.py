@@ -85,16 +85,21 @@ def check_options(given: Collection[str], **arguments: Any) -> LoadOptions:
             )
     checked = {
         "parts": _check_parts(arguments["parts"], given),
-        **{name: _check_patterns(name, arguments[name]) for name in PATTERNS},
+        **{name: check_patterns("load", name, arguments[name]) for name in PATTERNS},
     }
     return LoadOptions(**{**arguments, **checked})
 
 
-def _check_patterns(name: str, patterns: Any) -> tuple[str, ...]:
+def check_patterns(call: str, name: str, patterns: Any) -> tuple[str, ...]:
+    """Return the patterns that a caller gave for the option ``name`` of the function ``call``, checked.
+
+    Raises:
+        CheckpointError: they aren't a collection of strings.
+    """
     is_collection = isinstance(patterns, Iterable) and not isinstance(patterns, (str, bytes))
     checked = tuple(patterns) if is_collection else (None,)
     if not all(isinstance(one, str) for one in checked):
-        raise CheckpointError(f"load: {name} is {patterns!r:.100}; give a list of patterns of keys, such as ['head.*']")
+        raise CheckpointError(f"{call}: {name} is {patterns!r:.100}; give a list of patterns of keys, such as ['head.*']")
     return tuple(one for one in checked if isinstance(one, str))
 
 

@@ -52,8 +52,8 @@ def find_ways_out(
     left = [key for key in problems.unexpected if key not in stored_states]
     is_renamed = may_rename and lost and left
     return WaysOut(
-        _patterns_of_missing(problems.missing, model_keys, states, has_states=bool(subjects.steppers)),
-        _patterns_of_unexpected(problems.unexpected, set(stored), stored_states),
+        patterns_of_missing(problems.missing, model_keys, states, has_states=bool(subjects.steppers)),
+        patterns_of_unexpected(problems.unexpected, set(stored), stored_states),
         tuple(sorted({glob.escape(_owner(one.key) if is_of_states(one.key) else one.key) for one in problems.wrong_shape})),
         _renamed_layers(
             _in_layers(lost, model_keys, _described(subjects)),
@@ -85,9 +85,10 @@ def without_states(wrong_shape: Sequence[KeyProblem], states: Collection[str], o
     )
 
 
-def _patterns_of_missing(
+def patterns_of_missing(
     missing: Sequence[str], model_keys: Collection[str], states: Collection[str], *, has_states: bool
 ) -> tuple[str, ...]:
+    """Return patterns of just these keys of the objects: of the model's, with their states where there are any, and of states."""
     patterns = set()
     for beginning, keys in whole_layers([key for key in missing if key not in states], model_keys).items():
         if beginning.endswith("."):
@@ -102,7 +103,8 @@ def _patterns_of_missing(
     return (*sorted(patterns), *sorted(f"{glob.escape(name)}.*" for name in owners))
 
 
-def _patterns_of_unexpected(unexpected: Sequence[str], stored: set[str], states: Collection[str]) -> tuple[str, ...]:
+def patterns_of_unexpected(unexpected: Sequence[str], stored: set[str], states: Collection[str]) -> tuple[str, ...]:
+    """Return patterns of just these of the keys that are stored; ``states`` are those of states."""
     left = set(unexpected)
     # States of which there is no use, of parameters that are loaded.
     alone = [key for key in unexpected if key in states and _owner(key) not in left and _owner(key) in stored]

@@ -117,8 +117,16 @@ def test_other_dtypes(tmp_path: Path, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        ({"a": (3, 2), "b": (4,), "c": (2,)}, {"recipe": "none"}, "'c' needs 'c', which is missing"),
-        ({"a": (3, 2)}, {"recipe": "none"}, "has 1 tensors that the model lacks: 'b'"),
+        (
+            {"a": (3, 2), "b": (4,), "c": (2,)},
+            {"recipe": "none"},
+            "'c' needs 'c', which is missing. Or say what may keep its values: allow_missing=['c']",
+        ),
+        (
+            {"a": (3, 2)},
+            {"recipe": "none"},
+            "has 1 tensor that the model lacks: 'b'; nothing was changed. Or say what may be left out: allow_unexpected=['b']",
+        ),
         ({"a": (2, 3), "b": (4,)}, {"recipe": "none"}, "'a' needs 'a' of shape [2, 3], and it has [3, 2]"),
         ({"a": (3, 2), "b": (4,)}, {}, "which family the model is of can't be told"),
         ({"a": (3, 2), "b": (4,)}, {"recipe": "qwen3"}, "2 keys are taken by no rule"),

@@ -25,7 +25,7 @@ LAYERS = [f"blocks.{i}.{name}" for i in range(3) for name in ("up.weight", "up.b
 )
 def test_missing_keys(missing: list[str], patterns: tuple[str, ...]) -> None:
     model_keys = [*LAYERS, "odd[1].weight", "scale"]
-    found = ways_out._patterns_of_missing(missing, model_keys, set(), has_states=True)
+    found = ways_out.patterns_of_missing(missing, model_keys, set(), has_states=True)
     assert found == patterns
     assert [key for key in model_keys if any(fnmatchcase(key, one) for one in found)] == [key for key in model_keys if key in missing]
 
@@ -33,17 +33,17 @@ def test_missing_keys(missing: list[str], patterns: tuple[str, ...]) -> None:
 def test_missing_states() -> None:
     states = {f"{key}.moment1_0" for key in LAYERS}
     some = sorted(states)[:2]
-    assert ways_out._patterns_of_missing(some, LAYERS, states, has_states=True) == ("blocks.0.norm.weight.*", "blocks.0.up.bias.*")
-    assert ways_out._patterns_of_missing(sorted(states), LAYERS, states, has_states=True) == ("*_0",)
+    assert ways_out.patterns_of_missing(some, LAYERS, states, has_states=True) == ("blocks.0.norm.weight.*", "blocks.0.up.bias.*")
+    assert ways_out.patterns_of_missing(sorted(states), LAYERS, states, has_states=True) == ("*_0",)
 
 
 def test_unexpected_keys() -> None:
     states = {f"{key}.{state}" for key in LAYERS for state in ("moment1_0", "moment2_max_0")}
     stored = {*LAYERS, *states}
     gone = sorted(key for key in stored if key.startswith(("blocks.2.", "blocks.1.up.bias")))
-    assert ways_out._patterns_of_unexpected(gone, stored, states) == ("blocks.1.up.bias", "blocks.1.up.bias.*", "blocks.2.*")
+    assert ways_out.patterns_of_unexpected(gone, stored, states) == ("blocks.1.up.bias", "blocks.1.up.bias.*", "blocks.2.*")
     maxima = sorted(key for key in states if key.endswith("max_0"))
-    assert ways_out._patterns_of_unexpected(maxima, stored, states) == ("*.moment2_max_0",)
+    assert ways_out.patterns_of_unexpected(maxima, stored, states) == ("*.moment2_max_0",)
 
 
 def test_layers_with_another_name() -> None:
@@ -62,8 +62,8 @@ def test_many_keys_take_little_time() -> None:
     described = dict.fromkeys([f"{begin}.{key}" for key in keys for begin in "ab"], ((4, 4), "float32"))
     here, there = ([f"{begin}.{key}" for key in keys] for begin in "ab")
     start = time.process_time()
-    assert ways_out._patterns_of_unexpected(there, set(there), set()) == ("b.*",)
+    assert ways_out.patterns_of_unexpected(there, set(there), set()) == ("b.*",)
     kept = [key.replace(".up", ".kept") for key in here if key.endswith(".up")]
-    assert len(ways_out._patterns_of_missing(here, [*here, *kept], set(), has_states=True)) == 2 * len(here)
+    assert len(ways_out.patterns_of_missing(here, [*here, *kept], set(), has_states=True)) == 2 * len(here)
     ways_out._renamed_layers(*(ways_out._in_layers(some, some, described) for some in (here, there)))
     assert time.process_time() - start < 5.0

@@ -78,6 +78,12 @@ class Rule:
         (target,) = self.targets
         return _fill(target, values)
 
+    def target_names(self, values: Mapping[str, str], shape: Sequence[int]) -> list[str]:
+        """Return the names of all tensors that a key of this shape becomes, given what its placeholders stand for."""
+        numbers = range(shape[0] if shape else 0)
+        filled = [values] if self.unstack is None else [{**values, self.unstack: str(number)} for number in numbers]
+        return [_fill(target, names) for names in filled for target in self.targets]
+
     def inverse(self) -> Rule | None:
         """Return the rule that makes the key of the tensor; None where that takes several tensors or keys."""
         if not self.is_plain or set(_PLACEHOLDER.findall(self.source)) != set(_PLACEHOLDER.findall(self.targets[0])):
