@@ -1,4 +1,4 @@
-"""The recipe in the README, as it stands there."""
+"""The recipe in docs/huggingface.md, as it stands there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 
-README = Path(__file__).parents[2] / "README.md"
+TEXT = Path(__file__).parents[2] / "docs" / "huggingface.md"
 SHAPES = {
     "net.emb.weight": (9, 4),
     "net.0.out.weight": (6, 4),
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def test_the_recipe_works(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    marked = re.search(r"<!-- tests/export/test_readme_recipe.py runs this -->\n```json\n(.*?)```", README.read_text(), re.DOTALL)
+    marked = re.search(r"<!-- tests/export runs this -->\n```json\n(.*?)```", TEXT.read_text(), re.DOTALL)
     assert marked is not None
     (tmp_path / "recipe.json").write_text(marked[1])
     arrays = {key: np.random.RandomState(1).standard_normal(shape).astype(np.float32) for key, shape in SHAPES.items()}
