@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from harness import script_environment
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -17,9 +18,14 @@ def test_the_training_loop_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(marked[1])
     command = re.search(r"`python (-m paddle.distributed.launch [^`]*)`", README.read_text())
     assert command is not None
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
     run = subprocess.run(
-        [sys.executable, *command[1].split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command[1].split()],
+        cwd=tmp_path,
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
     assert run.returncode == 0, run.stdout + run.stderr + logs

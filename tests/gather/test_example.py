@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from harness import script_environment
 from safetensors.numpy import load_file
 
 README = Path(__file__).resolve().parent.parent.parent / "README.md"
@@ -18,8 +18,7 @@ def test_the_readme_example_hands_on_what_is_new(tmp_path: Path) -> None:
     assert marked is not None
     (tmp_path / "hand_on.py").write_text(marked[1])
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "hand_on.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=120, check=False)
     logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
     assert run.returncode == 0, run.stdout + run.stderr + logs
     found = [

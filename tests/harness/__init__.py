@@ -2,7 +2,7 @@
 
 ``pool.py`` is the side of the tests, ``worker.py`` the side of the ranks, ``messages.py`` what passes between them. Fixtures
 ``ranks``, ``single`` and ``fresh_ranks`` in ``conftest.py`` are how tests get at it. ``pieces.py`` puts together what ranks held.
-``groups.py`` makes further groups of ranks.
+``groups.py`` makes further groups of ranks. ``scripts.py`` is for scripts that are started without the pool.
 """
 
 from .groups import hybrid_groups, separate_stores
@@ -10,6 +10,7 @@ from .messages import Outcome, RankError
 from .pieces import StatePiece, assemble, assert_equal_states
 from .pool import RankPool, RankPools, RanksFailed
 from .rank import ThisRank, this_rank
+from .scripts import script_environment
 
 __all__ = [
     "Outcome",
@@ -22,6 +23,7 @@ __all__ = [
     "assemble",
     "assert_equal_states",
     "hybrid_groups",
+    "script_environment",
     "separate_stores",
     "this_rank",
 ]

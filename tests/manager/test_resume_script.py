@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import script_environment
 from harness.pool import _environments
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -35,14 +36,14 @@ def started(script: str, directory: Path, world_size: int) -> Iterator[list[subp
     directory.mkdir(exist_ok=True)
     processes = []
     environments = [{}] if world_size == 1 else _environments(world_size)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
+    clean = {key: value for key, value in script_environment().items() if not key.startswith("PADDLE_")}
     for rank, environment in enumerate(environments):
         with open(directory / f"{rank}.log", "ab") as log, open(directory / f"{rank}.errors", "ab") as errors:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", script],
                     cwd=directory,
-                    env=clean | environment | {"PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"},
+                    env=environment | clean,
                     stdout=log,
                     stderr=errors,
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import numpy as np
 import public_cases as cases
 import pytest
 from fused_cases import Held, assert_goes_on_alike, whole
-from harness import RankPool, assert_equal_states
+from harness import RankPool, assert_equal_states, script_environment
 
 Ranks = Callable[[int], RankPool]
 TEXT = Path(__file__).resolve().parent.parent.parent / "docs" / "paddles_fully_shard.md"
@@ -191,11 +190,10 @@ def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
         "import paddle\npaddle.set_device('cpu')\nwith paddle_runtime_on_cpu():\n"
     )
     (tmp_path / "train.py").write_text(on_cpu + textwrap.indent(marked[1], "    "))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TEXT.parent.parent)}
     run = subprocess.run(
         [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "train.py"],
         cwd=tmp_path,
-        env=environment,
+        env=script_environment(),
         capture_output=True,
         text=True,
         timeout=120,
