@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from harness import script_environment
+from harness import run_script
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -18,17 +16,7 @@ def test_the_training_loop_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(marked[1])
     command = re.search(r"`python (-m paddle.distributed.launch [^`]*)`", README.read_text())
     assert command is not None
-    run = subprocess.run(
-        [sys.executable, *command[1].split()],
-        cwd=tmp_path,
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
-    assert run.returncode == 0, run.stdout + run.stderr + logs
+    logs = run_script(tmp_path, command[1].split())
     assert logs.count("10 {'epoch': 1}") == 2
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "step_10").iterdir()) == [
         "0.metadata",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..storage.index import CheckpointIndex
@@ -65,3 +66,8 @@ def kinds_of(index: CheckpointIndex, contents: Contents) -> dict[str, str]:
     kinds = dict.fromkeys(contents.model, MODEL) | dict.fromkeys(contents.masters.values(), MASTERS)
     kinds |= {key: state.removesuffix("_0") for states in contents.states.values() for state, key in states.items()}
     return kinds | {key: SHARDED if is_sharded_key(key) else TRAINER for key in index.stored if key.startswith(RESERVED_PREFIX)}
+
+
+def patterns_of(keys: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the patterns of keys that a caller gave: one, several or none."""
+    return (keys,) if isinstance(keys, str) else tuple(keys or ())

@@ -15,7 +15,7 @@ from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
 from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
-from .contents import MODEL, TRAINER, contents_of, kinds_of
+from .contents import MODEL, TRAINER, contents_of, kinds_of, patterns_of
 from .facts import FactDifference, fact_differences
 from .statistics import as_float64
 from .text import Block, BlockReport, Table
@@ -181,7 +181,7 @@ def compare(
     """
     indexes = [open_index(Path(path), reserved=True) for path in (one, other)]
     kinds = [kinds_of(index, contents_of(index)) for index in indexes]
-    patterns = (keys,) if isinstance(keys, str) else tuple(keys or ())
+    patterns = patterns_of(keys)
     is_limited = bool(patterns) or weights_only
     chosen = [{key: kind for key, kind in some.items() if _is_chosen(key, kind, patterns, weights_only)} for some in kinds]
     lacking = [repr(one) for one in patterns if not any(fnmatch.fnmatchcase(key, one) for some in chosen for key in some)]

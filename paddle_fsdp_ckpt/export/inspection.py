@@ -19,7 +19,7 @@ from ..storage.plan import plan_whole
 from ..storage.read_lock import while_reading
 from ..storage.reserved_keys import METRICS_KEY
 from ..storage.stock import open_index
-from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of
+from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of, patterns_of
 from .facts import read_metrics
 from .optimizer_description import Optimizer, described_optimizer
 from .roots import checkpoints_counted, checkpoints_in, no_checkpoints
@@ -230,7 +230,7 @@ def inspect(
     directory = Path(path)
     inside = checkpoints_in(directory)
     if not inside:
-        patterns = (keys,) if isinstance(keys, str) else tuple(keys or ())
+        patterns = patterns_of(keys)
         return _inspect(directory, patterns or ("*",) * statistics, statistics=statistics, progress=progress)
     if keys is not None or statistics:
         raise CheckpointError(

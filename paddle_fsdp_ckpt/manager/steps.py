@@ -204,7 +204,7 @@ def why_no_step(path: Path) -> str | None:
         return "not made by this manager"
     if not is_own_directory(path):
         return "not made by this manager: it is no directory of its own"
-    if not _may_be_there(path / MANIFEST_NAME):
+    if not may_be_there(path / MANIFEST_NAME):
         return f"it has no {MANIFEST_NAME}, as what was copied or removed in part, or what this package did not save"
     return None
 
@@ -214,7 +214,7 @@ def is_own_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _may_be_there(path: Path) -> bool:
+def may_be_there(path: Path) -> bool:
     """Tell whether a file is there, or can't be looked at: whoever loads the step must hear of that."""
     try:
         os.lstat(path)

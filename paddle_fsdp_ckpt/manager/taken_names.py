@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ..errors import counted, listing
 from ..storage.format import MANIFEST_NAME, PADDLE_METADATA_NAME
+from ..storage.system_errors import is_there
 from .history import steps_in_history
-from .steps import Root, hide_step, is_own_directory, parse_step, step_name, why_no_step
+from .steps import Root, hide_step, is_own_directory, may_be_there, parse_step, step_name, why_no_step
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -45,7 +46,7 @@ def say_what_is_taken(where: Path, root: Root, restored: int | None, foreign: Co
 def say_what_else_is_there(where: Path, root: Root) -> str | None:
     """Return what a run that finds no step must be told of the checkpoints, as far as their names say, that lie where it looked."""
     visible = [name for name in root.skipped if not name.startswith(".") and parse_step(name) is None]
-    others = [name for name in visible if any(os.path.lexists(where / name / file) for file in (MANIFEST_NAME, PADDLE_METADATA_NAME))]
+    others = [name for name in visible if any(may_be_there(where / name / file) for file in (MANIFEST_NAME, PADDLE_METADATA_NAME))]
     if not others:
         return None
     return (
@@ -69,7 +70,7 @@ def make_way(where: Path, step: int, *, may_go: bool) -> None:
     with suppress(OSError):
         path.rmdir()  # an empty directory
     reason = why_no_step(path)
-    if reason is None or not os.path.lexists(path):
+    if reason is None or not is_there(path):
         return
     if may_go and is_own_directory(path):
         hide_step(where, step)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from harness import script_environment
+from harness import on_two_ranks, run_script
 from safetensors.numpy import load_file
 
 README = Path(__file__).resolve().parent.parent.parent / "README.md"
@@ -17,10 +15,7 @@ def test_the_readme_example_hands_on_what_is_new(tmp_path: Path) -> None:
     marked = re.search(r"<!-- tests/gather runs this -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert marked is not None
     (tmp_path / "hand_on.py").write_text(marked[1])
-    command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "hand_on.py"]
-    run = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=120, check=False)
-    logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
-    assert run.returncode == 0, run.stdout + run.stderr + logs
+    run_script(tmp_path, on_two_ranks("hand_on.py"))
     found = [
         {name: value for path in tmp_path.glob(f"weights_{sync}_*.safetensors") for name, value in load_file(path).items()}
         for sync in range(3)

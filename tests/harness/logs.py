@@ -8,18 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def warnings_logged() -> Iterator[list[str]]:
-    """Give a list to which the messages of warnings and errors come that the package logs."""
-    heard: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                heard.append(record.getMessage())
-
-    logger, listener = logging.getLogger("paddle_fsdp_ckpt"), Listener()
-    logger.addHandler(listener)
+def logged(least: int) -> Iterator[list[str]]:
+    """Collect what the package logs on this rank, from a level on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= least else None  # type: ignore[method-assign]
+    log = logging.getLogger("paddle_fsdp_ckpt")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(least)
     try:
-        yield heard
+        yield lines
     finally:
-        logger.removeHandler(listener)
+        log.removeHandler(handler)
+        log.setLevel(level)

@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 import stand_in_visualdl
-from manager_runs import build, logged
+from harness import logged
+from manager_runs import build
 from paddle.distributed.launch.context.args_envs import parse_args
 
 from paddle_fsdp_ckpt import CheckpointManager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,23 +29,6 @@ class Model(nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return self.down(F.dropout(F.gelu(self.up(x)), 0.2))
-
-
-@contextmanager
-def logged(least: int) -> Iterator[list[str]]:
-    """Collect what the package logs on this rank, from a level on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= least else None  # type: ignore[method-assign]
-    log = logging.getLogger("paddle_fsdp_ckpt")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(least)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 import paddle.distributed as dist
 import pytest
-from harness import this_rank
-from manager_runs import build, logged, refuse
+from harness import logged, this_rank
+from manager_runs import build, refuse
 
 import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import paddle
-from harness import RankPool
-from harness.logs import warnings_logged
+from harness import RankPool, logged
 from manager_runs import Model
 from paddle.optimizer import lr
 
@@ -32,7 +32,7 @@ def restore(root: str, attached: bool, given: bool) -> tuple[list[bool], str, li
     with ckpt.CheckpointManager(root) as checkpoints:
         checkpoints.save(2, model=model, optimizer=optimizer, lr_scheduler=schedule)
     model, optimizer, schedule = _made(attached)
-    with ckpt.CheckpointManager(root) as checkpoints, warnings_logged() as heard:
+    with ckpt.CheckpointManager(root) as checkpoints, logged(logging.WARNING) as heard:
         checkpoints.restore(model=model, optimizer=optimizer, lr_scheduler=schedule if given else None)
     report = checkpoints.restored
     assert report is not None

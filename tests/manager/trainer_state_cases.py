@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from harness import this_rank
+from harness import logged, this_rank
 from manager_runs import Model, build, train_step
 from paddle.amp import grad_scaler
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
@@ -169,14 +169,6 @@ def restore_and_draw(root: str) -> tuple[float, float, float]:
 
 def resume_otherwise(root: str) -> list[str]:
     """Resume with other schedules, and return what is logged."""
-    heard: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                heard.append(record.getMessage())
-
-    logger, listener = logging.getLogger("paddle_fsdp_ckpt"), Listener()
 
     def scheduled(step_size: int, rate: float) -> tuple[Model, Any, Any]:
         model = Model()
@@ -184,13 +176,10 @@ def resume_otherwise(root: str) -> list[str]:
         ckpt.fully_shard(model, optimizer=optimizer)
         return model, optimizer, paddle.optimizer.lr.ExponentialDecay(rate, 0.9)
 
-    logger.addHandler(listener)
-    try:
+    with logged(logging.WARNING) as heard:
         for step_size, rate in ((3, 0.5), (4, 0.25)):
             model, optimizer, schedule = scheduled(step_size, rate)
             with CheckpointManager(root) as checkpoints:
                 if not checkpoints.restore(model=model, optimizer=optimizer, lr_scheduler=schedule):
                     checkpoints.save(1, model=model, optimizer=optimizer, lr_scheduler=schedule)
-    finally:
-        logger.removeHandler(listener)
     return heard

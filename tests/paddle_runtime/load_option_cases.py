@@ -22,17 +22,21 @@ def _contents(model: nn.Layer, stepper: Any) -> dict[str, bytes]:
     return found
 
 
-def save_double(path: str) -> Held:
-    """A plain model and its states in float64, filled; scalars are the same for all parameters, as Paddle's runtime has them."""
-    paddle.set_default_dtype("float64")
-    made = plain_model()
-    stepper = EVERY["adamw"](made)
-    stepper._create_accumulators(paddle.static.default_main_program().global_block(), made.parameters())
+def _save_filled(path: str, model: nn.Layer) -> Held:
+    """Save a plain model with states of AdamW, filled; scalars are the same for all parameters, as Paddle's runtime has them."""
+    stepper = EVERY["adamw"](model)
+    stepper._create_accumulators(paddle.static.default_main_program().global_block(), model.parameters())
     for tensors in stepper._accumulators.values():
         for tensor in tensors.values():
             paddle.assign(paddle.full(tensor.shape, 0.3, tensor.dtype) if tensor.size == 1 else paddle.rand(tensor.shape), tensor)
-    ckpt.save(path, model=made, optimizer=stepper)
-    return plain_held(made, stepper, [])
+    ckpt.save(path, model=model, optimizer=stepper)
+    return plain_held(model, stepper, [])
+
+
+def save_double(path: str) -> Held:
+    """A plain model and its states in float64, filled."""
+    paddle.set_default_dtype("float64")
+    return _save_filled(path, plain_model())
 
 
 def load_double(path: str) -> tuple[Held, bool]:
@@ -85,13 +89,7 @@ def save_other_shapes(path: str, wider: list[str]) -> Held:
         layer = dict(model.named_sublayers())[name]
         rows, columns = layer.weight.shape
         layer.weight = paddle.create_parameter([rows + 3, columns], "float32")
-    stepper = EVERY["adamw"](model)
-    stepper._create_accumulators(paddle.static.default_main_program().global_block(), model.parameters())
-    for tensors in stepper._accumulators.values():
-        for tensor in tensors.values():
-            paddle.assign(paddle.full(tensor.shape, 0.3, tensor.dtype) if tensor.size == 1 else paddle.rand(tensor.shape), tensor)
-    ckpt.save(path, model=model, optimizer=stepper)
-    return plain_held(model, stepper, [])
+    return _save_filled(path, model)
 
 
 def load_other_shapes(path: str, names: list[str], options: dict[str, Any]) -> tuple[Held, Held, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +13,7 @@ import numpy as np
 import public_cases as cases
 import pytest
 from fused_cases import Held, assert_goes_on_alike, whole
-from harness import RankPool, assert_equal_states, script_environment
+from harness import RankPool, assert_equal_states, on_two_ranks, run_script
 
 Ranks = Callable[[int], RankPool]
 TEXT = Path(__file__).resolve().parent.parent.parent / "docs" / "paddles_fully_shard.md"
@@ -190,15 +188,5 @@ def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
         "import paddle\npaddle.set_device('cpu')\nwith paddle_runtime_on_cpu():\n"
     )
     (tmp_path / "train.py").write_text(on_cpu + textwrap.indent(marked[1], "    "))
-    run = subprocess.run(
-        [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "train.py"],
-        cwd=tmp_path,
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    logs = "\n".join(path.read_text() for path in sorted((tmp_path / "log").glob("workerlog.*")))
-    assert run.returncode == 0, run.stdout + run.stderr + logs
+    logs = run_script(tmp_path, on_two_ranks("train.py"))
     assert logs.count("10 {'epoch': 1}") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import paddle
 import pytest
 from checkpoint_cases import Tied, train
-from harness import RankPool
-from harness.logs import warnings_logged
+from harness import RankPool, logged
 from paddle.optimizer import lr
 
 import paddle_fsdp_ckpt as ckpt
@@ -58,7 +58,7 @@ def save_in_the_middle(rate: str, path: str) -> list[tuple[float, float]]:
 def resume(rate: str, path: str) -> tuple[list[tuple[float, float]], list[str], list[str], list[str]]:
     """How the run goes on, what differs, which parts were loaded, and what was logged."""
     model, optimizer, made = _make(rate, 9)
-    with warnings_logged() as heard:
+    with logged(logging.WARNING) as heard:
         report = ckpt.load(path, model=model, optimizer=optimizer)
     return _train(model, optimizer, made, 3, 7), report.differences, report.parts, heard
 
