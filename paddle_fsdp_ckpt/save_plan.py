@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
@@ -207,10 +208,10 @@ def _plan_places(subjects: Subjects, left_out: Collection[str]) -> PlacedPieces 
     places = subjects.live_places()
     if places is None:
         return None
-    keys, dtypes, shapes, starts, stops = places.keys, places.dtypes, places.shapes, places.starts, places.stops
+    keys, dtypes, shapes, starts, stops = list(places.keys), places.dtypes, places.shapes, places.starts.tolist(), places.stops.tolist()
     if not DTYPE_NBYTES.keys() >= set(dtypes):
         return None
-    wanted = [i for i, is_stored in enumerate(places.stored) if is_stored and starts[i] < stops[i] and keys[i] not in left_out]
+    wanted = [i for i in np.flatnonzero(places.stored & (places.starts < places.stops)).tolist() if keys[i] not in left_out]
     check_not_reserved(keys[i] for i in wanted)
     if len({keys[i] for i in wanted}) < len(wanted):
         return None
@@ -223,7 +224,7 @@ def _plan_places(subjects: Subjects, left_out: Collection[str]) -> PlacedPieces 
         return Piece(keys[i], dtypes[i], shape, (0,) * len(shape), shape, flat)
 
     nbytes = [(stops[i] - starts[i]) * DTYPE_NBYTES[dtypes[i]] for i in wanted]
-    return place_pieces(map(piece, wanted), [places.addresses[i] for i in wanted], nbytes)
+    return place_pieces(map(piece, wanted), places.addresses[wanted].tolist(), nbytes)
 
 
 def _plan(weights: Mapping[str, ShardedWeight], sources: Sequence[_Source], tensors: Sequence[paddle.Tensor]) -> SavePlan:

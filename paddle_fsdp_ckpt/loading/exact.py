@@ -6,10 +6,10 @@ all to :mod:`.plan`, which says what.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..optim import entry_of, replace_states
 from ..optim.registry import MASTER_WEIGHT_KEY
@@ -50,15 +50,17 @@ def plan_exact_load(index: CheckpointIndex, run: SavedRun, subjects: Subjects, o
     for stepper, names in zip(subjects.steppers, stored, strict=True):
         replace_states(stepper.optimizer, stepper.parameters, names)
     places = subjects.live_places()
-    if places is None or not _has_just(table, subjects, places):
+    if places is None:
+        return None
+    numbers = looked_up(table.numbers, places.keys)
+    if not _has_just(table, subjects, numbers):
         return None
     # The values under the other names of a tied parameter are the same, and go to the same memory.
-    passed_over = {name for names in tied for name in names[1:]}
-    ranges = find_ranges(table, places, passed_over)
+    is_read = ~np.isin(numbers, looked_up(table.numbers, [name for names in tied for name in names[1:]]))
+    ranges = find_ranges(table, places, numbers, is_read)
     if ranges is None:
         return None
-    count = len(places.keys) - len(passed_over.intersection(places.keys))
-    reading = RangeReading(count, ranges, places.tensors)
+    reading = RangeReading(int(is_read.sum()), ranges, places.tensors)
     without_state = [
         one.slot.name
         for stepper, names in zip(subjects.steppers, stored, strict=True)
@@ -93,9 +95,9 @@ def _suffixes(stepper: Stepper) -> list[str]:
     return [*(f"{state}_0" for state in entry_of(stepper.optimizer).states), MASTER_WEIGHT_KEY]
 
 
-def _has_just(table: PieceTable, subjects: Subjects, places: LivePlaces) -> bool:
-    """Tell whether the checkpoint's keys are those of the objects, as far as this rank knows them."""
-    numbers = [looked_up(table.numbers, keys) for keys in (places.keys, list(subjects.model_keys()))]
+def _has_just(table: PieceTable, subjects: Subjects, kept: Integers) -> bool:
+    """Tell whether the checkpoint's keys, of which this rank keeps some, are those of the objects, as far as it knows them."""
+    numbers = [kept, looked_up(table.numbers, list(subjects.model_keys()))]
     if any((some < 0).any() for some in numbers):
         return False
     # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
@@ -108,17 +110,16 @@ def _has_just(table: PieceTable, subjects: Subjects, places: LivePlaces) -> bool
     return bool(is_expected.all())
 
 
-def find_ranges(table: PieceTable, wanted: LivePlaces, passed_over: Collection[str]) -> dict[int, FileRanges] | None:
+def find_ranges(table: PieceTable, wanted: LivePlaces, numbers: Integers, is_read: NDArray[np.bool_]) -> dict[int, FileRanges] | None:
     """Return where the values of some keys lie, by file; None where not all are there, just once, in the dtype and shape that is wanted.
 
     Args:
         table: what is stored.
         wanted: places of at least one element.
-        passed_over: keys among them that are not to be read, but must be there like the others.
+        numbers: of their keys in the table.
+        is_read: whether each is to be read; what is not must be there like the others.
     """
-    keys = wanted.keys
-    numbers = looked_up(table.numbers, keys)
-    if (numbers < 0).any() or not table.is_whole.all():
+    if not table.is_whole.all():
         return None
     dtypes, dtype_names = numbered(wanted.dtypes)
     shapes, distinct_shapes = numbered(wanted.shapes)
@@ -126,9 +127,9 @@ def find_ranges(table: PieceTable, wanted: LivePlaces, passed_over: Collection[s
     as_stored = looked_up(numbers_of(table.dtypes), dtype_names)[dtypes], looked_up(numbers_of(table.shapes), distinct_shapes)[shapes]
     if (table.key_dtypes[numbers] != as_stored[0]).any() or (table.key_shapes[numbers] != as_stored[1]).any():
         return None
-    starts, stops, addresses = (np.array(one, np.int64) for one in (wanted.starts, wanted.stops, wanted.addresses))
+    starts, stops, addresses = wanted.starts, wanted.stops, wanted.addresses
     itemsizes = np.array([DTYPE_NBYTES[name] for name in dtype_names], np.int64)
-    which = np.flatnonzero([key not in passed_over for key in keys]) if passed_over else np.arange(len(keys))
+    which = np.flatnonzero(is_read)
     found: dict[int, list[FileRanges]] = {}
     for first in range(0, len(which), _KEYS_AT_A_TIME):
         some = which[first : first + _KEYS_AT_A_TIME]
@@ -140,7 +141,7 @@ def find_ranges(table: PieceTable, wanted: LivePlaces, passed_over: Collection[s
             table.offsets[parts.pieces] + (parts.starts - table.starts[parts.pieces]) * sizes,
             addresses[owners] + (parts.starts - starts[owners]) * sizes,
             (parts.stops - parts.starts) * sizes,
-            keys,
+            wanted.keys,
             owners,
         )
         files = table.files[parts.pieces]

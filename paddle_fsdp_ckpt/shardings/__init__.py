@@ -5,8 +5,9 @@ What differs between these for state dicts, ``save`` and ``load`` is here, and n
 
 from .cut_by_us import CutByUs
 from .finding import init_states, ranks_of, sharding_of, sharding_of_optimizers, states_of
+from .live_places import LivePlaces, SuffixedNames
 from .plain import Plain
-from .sharding import FlatShard, LivePlaces, LiveTables, Sharding, StateLoad
+from .sharding import FlatShard, LiveTables, Sharding, StateLoad
 
 __all__ = [
     "CutByUs",
@@ -16,6 +17,7 @@ __all__ = [
     "Plain",
     "Sharding",
     "StateLoad",
+    "SuffixedNames",
     "init_states",
     "ranks_of",
     "sharding_of",

@@ -24,8 +24,9 @@ from ..fsdp import (
 )
 from ..layout import Range
 from ..optim import OptimizerState, StateKind, SteppedParameter, bound_optimizers, check_bound, entry_of, optimizer_shards, state_columns
+from .live_places import LivePlaces
 from .places import places_of_cut
-from .sharding import FlatShard, LivePlaces, LiveTables, Sharding, stacked
+from .sharding import FlatShard, LiveTables, Sharding, stacked
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 
 from ..fsdp import LiveBuffer, TensorFacts, facts_of, lie_on_host, names_of_dtypes
 from ..layout import ITEM_SIZES
 from ..optim import StateColumn, StateKind, SteppedParameter
-from .sharding import LivePlaces
+from .live_places import LivePlaces, SuffixedNames
 
 
 def places_of_cut(
@@ -33,9 +35,8 @@ def places_of_cut(
     of_shards, of_tensors = facts_of(shards), facts_of(tensors)
     if not all(all(one.contiguous) for one in (of_shards, of_tensors, *(column.facts for column in columns))):
         return None
-    stored = [rank == 0] * len(whole)
-    of_model = [_places_of_flat(flat, of_shards), _places_of_whole([name for name, _ in whole], tensors, of_tensors, stored)]
-    return LivePlaces.joined(chain(of_model, _places_of_states(columns)))
+    own = _places_of_whole(SuffixedNames(([name for name, _ in whole], "")), tensors, of_tensors, [rank == 0] * len(whole))
+    return LivePlaces.joined([_places_of_flat(flat, of_shards), own, *_places_of_states(columns)])
 
 
 def _places_of_states(columns: Sequence[StateColumn]) -> Iterator[LivePlaces]:
@@ -44,13 +45,13 @@ def _places_of_states(columns: Sequence[StateColumn]) -> Iterator[LivePlaces]:
     for column in columns:
         if column.shards != kept.parameters:
             kept = _Kept.of(column.shards)
-        suffix = f".{column.suffix}"
-        keys = [name + suffix for name in kept.names]
+        keys = SuffixedNames((kept.names, f".{column.suffix}"))
         if column.kind is StateKind.SCALAR:
-            yield _places_of_whole(keys, column.tensors, column.facts, [start == 0 for start in kept.starts])
+            yield _places_of_whole(keys, column.tensors, column.facts, kept.starts == 0)
         else:
-            dtypes, stored = names_of_dtypes(column.facts.dtypes), [True] * len(keys)
-            yield LivePlaces(keys, dtypes, kept.shapes, kept.starts, kept.stops, column.facts.addresses, stored, column.tensors)
+            dtypes, addresses = names_of_dtypes(column.facts.dtypes), np.array(column.facts.addresses, np.int64)
+            stored = np.ones(len(keys), np.bool_)
+            yield LivePlaces(keys, dtypes, kept.shapes, kept.starts, kept.stops, addresses, stored, column.tensors)
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class _Kept:
     parameters: Sequence[SteppedParameter]
     names: list[str]
     shapes: list[tuple[int, ...]]
-    starts: list[int]
-    stops: list[int]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
 
     @classmethod
     def of(cls, parameters: Sequence[SteppedParameter]) -> _Kept:
@@ -70,33 +71,37 @@ class _Kept:
             parameters,
             [slot.names[0] for slot in slots],
             [slot.shape for slot in slots],
-            [piece.start for piece in ranges],
-            [piece.stop for piece in ranges],
+            np.array([piece.start for piece in ranges], np.int64),
+            np.array([piece.stop for piece in ranges], np.int64),
         )
 
 
 def _places_of_flat(flat: Sequence[LiveBuffer], facts: TensorFacts) -> LivePlaces:
     """Return where this rank's pieces of flat buffers' parameters are, under each of their names."""
-    places = LivePlaces([], [], [], [], [], [], [], [one.shard for one in flat])
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    places: list[tuple[int, int, int]] = []
     for buffer, address in zip(flat, facts.addresses, strict=True):
         dtype, itemsize = buffer.layout.dtype, ITEM_SIZES[buffer.layout.dtype]
         first = address - buffer.layout.shard(buffer.communicator.rank).start * itemsize
         for shard in buffer.shards:
             slot, piece = shard.slot, shard.range
             for name in slot.names if piece.start < piece.stop else ():
-                places.keys.append(name)
-                places.dtypes.append(dtype)
-                places.shapes.append(slot.shape)
-                places.starts.append(piece.start)
-                places.stops.append(piece.stop)
-                places.addresses.append(first + (slot.offset + piece.start) * itemsize)
-    places.stored.extend([True] * len(places.keys))
-    return places
+                names.append(name)
+                dtypes.append(dtype)
+                shapes.append(slot.shape)
+                places.append((piece.start, piece.stop, first + (slot.offset + piece.start) * itemsize))
+    starts, stops, addresses = np.array(places, np.int64).reshape(-1, 3).T
+    stored = np.ones(len(names), np.bool_)
+    return LivePlaces(SuffixedNames((names, "")), dtypes, shapes, starts, stops, addresses, stored, [one.shard for one in flat])
 
 
-def _places_of_whole(keys: list[str], tensors: list[paddle.Tensor], facts: TensorFacts, stored: list[bool]) -> LivePlaces:
+def _places_of_whole(
+    keys: SuffixedNames, tensors: list[paddle.Tensor], facts: TensorFacts, stored: list[bool] | NDArray[np.bool_]
+) -> LivePlaces:
     """Return where tensors are that every rank has whole."""
     shapes = list(map(tuple, facts.shapes))
-    return LivePlaces(
-        keys, names_of_dtypes(facts.dtypes), shapes, [0] * len(keys), list(map(math.prod, shapes)), facts.addresses, stored, tensors
-    )
+    numels, addresses = np.array(list(map(math.prod, shapes)), np.int64), np.array(facts.addresses, np.int64)
+    starts = np.zeros(len(keys), np.int64)
+    return LivePlaces(keys, names_of_dtypes(facts.dtypes), shapes, starts, numels, addresses, np.array(stored, np.bool_), tensors)

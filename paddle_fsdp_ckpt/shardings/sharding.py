@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import paddle
@@ -14,6 +14,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..fsdp import Communicator, KnownSums, ParameterShard, named_buffers, replicated
 from ..layout import FlatBuffer, Range
 from ..optim import OptimizerState, StateKind, SteppedParameter, optimizer_states, replace_states
+from .live_places import LivePlaces
 
 
 class StateLoad(Protocol):
@@ -79,41 +80,6 @@ class LiveTables:
 
     names: list[object]
     tensors: list[paddle.Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LivePlaces:
-    """Where this rank keeps values of several keys, in this host's memory; entry ``i`` of each list is of the same key.
-
-    Attributes:
-        keys: state dict keys.
-        dtypes: Paddle's dtype names.
-        shapes: of the whole tensors.
-        starts: which of the flattened whole tensor's elements are kept, from here on ...
-        stops: ... up to here.
-        addresses: of the memory that holds just these elements, one behind the other.
-        stored: whether this rank is the one that stores these elements, where nothing is kept by replicas.
-        tensors: what keeps that memory where it is.
-    """
-
-    keys: list[str]
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
-    starts: list[int]
-    stops: list[int]
-    addresses: list[int]
-    stored: list[bool]
-    tensors: list[paddle.Tensor]
-
-    @classmethod
-    def joined(cls, several: Iterable[LivePlaces]) -> LivePlaces:
-        """Return several as one; of these, where they are made one by one, there is one at a time."""
-        names = [column.name for column in fields(cls)]
-        together = cls(*([] for _ in names))
-        for one in several:
-            for name in names:
-                getattr(together, name).extend(getattr(one, name))
-        return together
 
 
 class Sharding(ABC):

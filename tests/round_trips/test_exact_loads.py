@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.loading.exact import find_ranges
-from paddle_fsdp_ckpt.shardings import LivePlaces
+from paddle_fsdp_ckpt.shardings import LivePlaces, SuffixedNames
 from paddle_fsdp_ckpt.storage.columns import columns_of
 from paddle_fsdp_ckpt.storage.entries import Box, Stored
 from paddle_fsdp_ckpt.storage.table import table_of
@@ -78,8 +78,9 @@ def test_ranges_are_found_only_where_each_element_is_stored_just_once(
     columns = [columns_of(("key", "uint8", *place) for file, *place in stored if file == number) for number in range(len(files))]
     table = table_of(columns)
     assert table is not None
-    column = LivePlaces(["key"], ["uint8"], [(numel,)], [start], [stop], [1000], [True], [])
-    ranges = find_ranges(table, column, set())
+    places = np.array([[start], [stop], [1000]], np.int64)
+    column = LivePlaces(SuffixedNames((["key"], "")), ["uint8"], [(numel,)], *places, np.array([True]), [])
+    ranges = find_ranges(table, column, np.array([0]), np.array([True]))
     assert (ranges is not None) == bool((times[start:stop] == 1).all())
     if ranges is not None:
         memory = bytearray(stop - start)
