@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,18 +13,18 @@ from typing import NamedTuple
 from paddle import nn
 
 from .errors import MismatchError, RankFailedError, ShardingError, counted, listing
-from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
+from .export.config import CONFIG_NAME, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
-from .export.recipes.rules import Rule, TensorSource, apply_rule
+from .export.recipes.rules import TensorSource
 from .export.recipes.spelling import check_layout, spelled_for
 from .fsdp import dtype_name
-from .huggingface_allowed import Allowed, check_allowed, offer_missing, offer_unexpected, rules_of
+from .huggingface_allowed import Allowed, check_allowed, offer_kept, offer_unexpected, rules_of
+from .huggingface_origins import Origin, find_heads, find_lacking, origin_of
 from .huggingface_reading import Reading
-from .huggingface_report import HuggingFaceLoadReport
+from .huggingface_report import HuggingFaceLoadReport, OtherShape
 from .layout import Range
-from .loading.options import Patterns
 from .meeting import absolute_path, check_same, open_meeting
 from .pieces import whole_piece
 from .progress import long_progress
@@ -46,6 +46,7 @@ def load_huggingface(
     cast: bool = False,
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
+    allow_other_shape: Iterable[str] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> HuggingFaceLoadReport:
     """Give a model the weights of a Hugging Face model in safetensors files. All ranks must call it alike.
@@ -65,10 +66,12 @@ def load_huggingface(
             that they come from, or no rule of the recipe takes them; ``*`` and ``?`` stand for any text and any character, ``[...]`` for
             some characters. What the files have is loaded all the same.
         allow_unexpected: patterns, such as ``"lm_head.*"``, of names of the files' tensors that may go nowhere.
+        allow_other_shape: patterns, such as ``"*.embed_tokens.weight"``, of the model's names that may have another shape in the files, as
+            where a vocabulary has grown. They keep their values; of the names of one tensor that several have, one pattern is enough.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
-        How many tensors were read, and what ``allow_missing`` and ``allow_unexpected`` let differ.
+        How many tensors were read, and what the caller let differ.
 
     Raises:
         MismatchError: model, recipe, configuration and tensors don't fit each other; nothing was changed.
@@ -79,7 +82,7 @@ def load_huggingface(
     planned: list[_Plan] = []
 
     def prepare() -> JsonValue:
-        allowed = check_allowed(allow_missing, allow_unexpected)
+        allowed = check_allowed(allow_missing, allow_unexpected, allow_other_shape)
         plan = _prepare(absolute_path(path), check_subjects(model, []), recipe, allowed, cast=cast, compare=rendezvous.rank == COORDINATOR)
         planned.append(plan)
         arguments = {"recipe": recipe, "cast": cast, **{name: list(patterns) for name, patterns in allowed.given.items()}}
@@ -98,7 +101,7 @@ def load_huggingface(
             raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
-        plan.subjects.sharding.values_written(model, [], [], plan.report.missing)
+        plan.subjects.sharding.values_written(model, [], [], plan.kept)
     return plan.report
 
 
@@ -110,6 +113,7 @@ class _Plan:
         index: of the Hugging Face model.
         subjects: the model.
         unexpected: names of tensors there that go nowhere, which is not allowed.
+        kept: names of what keeps its values.
         reading: what this rank does.
         report: what the caller gets in the end.
     """
@@ -117,6 +121,7 @@ class _Plan:
     index: CheckpointIndex
     subjects: Subjects
     unexpected: tuple[str, ...]
+    kept: tuple[str, ...]
     reading: Reading
     report: HuggingFaceLoadReport
 
@@ -131,13 +136,18 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     rules = rules_of(chosen, keys, allowed.missing)
     tensors = list(_tensors(subjects))
     shapes = {name: tensor.shape for tensor in tensors for name in tensor.names}
-    heads = _heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, allowed.missing, compare=compare)
-    lacking = _lacking(index, rules, heads, shapes)
+    heads = find_heads(index, subjects, {key: rule for key, (rule, _) in rules.items()}, config, allowed.missing, compare=compare)
+    lacking = find_lacking(index, rules, heads, shapes)
     kept = {key for key in keys if key not in rules} | {key for key in lacking if allowed.missing.match(key)}
-    refused = [key for key in lacking if key not in kept]
-    embeddings = {rule.tied_to for rule in chosen.rules}
+    wholes = {name: whole_piece(name, tensor.dtype, tensor.shape) for tensor in tensors for name in tensor.names}
+    present = [key for key in wholes if key not in kept and key not in lacking]
+    origins = {key: origin_of(index, wholes[key], rules, heads.get(key), config) for key in present}
+    differing = _differing(tensors, origins)
+    reshaped = {key: tensor for key, tensor in differing.items() if allowed.may_have_other_shape(tensor.names)}
+    left = {name for tensor in reshaped.values() for name in tensor.names}
     # How what isn't read lies doesn't matter; the embedding says how all else must.
-    check_layout(chosen, {key: shape for key, shape in shapes.items() if key in rules and (key not in lacking or key in embeddings)})
+    laid = {rule.tied_to for rule in chosen.rules}.intersection(rules) | origins.keys() - left
+    check_layout(chosen, {key: shape for key, shape in shapes.items() if key in laid})
     weights = subjects.sharding.model_weights(subjects.model)
     for key, weight in weights.items():
         if tuple(weight.local_shape) != tuple(weight.global_shape):
@@ -146,6 +156,8 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
     problems: list[str] = []
     for tensor in tensors:
+        if tensor.names[0] in left:
+            continue
         found: list[tuple[TensorSource, ...]] = []
         for key in tensor.names:
             if key in kept:
@@ -153,13 +165,8 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
             if key in lacking:
                 problems += [f"'{key}' needs '{name}', which is missing" for name in lacking[key]]
                 continue
-            head = heads.get(key)
-            rule, values = rules[key if head is None or not head.lies_as_embedding else head.embedding]
-            whole = whole_piece(key, tensor.dtype, tensor.shape)
-            sources = tuple(apply_rule(rule, values, whole, config))
-            if head is not None:
-                sources = tuple(replace(source, name=head.tensor) for source in sources)
-            problems += _problems(index, key, tensor.dtype, sources, cast=cast)
+            sources, _, differences = origins[key]
+            problems += [*differences, *_dtype_problems(index, key, tensor.dtype, sources, cast=cast)]
             if sources:
                 found.append(sources)
         if found:
@@ -167,38 +174,44 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
             tied += [(found[0], other) for other in found[1:]]
             kept.difference_update(tensor.names)  # another name of the same tensor, which is loaded
     if problems:
-        raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}{offer_missing(refused, keys)}")
-    if kept and not targets:
-        raise MismatchError(f"not one tensor of '{path}' goes into the model, and all {len(kept)} keys may be missing; nothing was changed")
-    for first, others in tied if compare else ():
-        _check_same_values(index, first, others)
-    used = {source.name for target in targets for source in target.sources} | {source.name for _, others in tied for source in others}
+        refused = [key for key in lacking if key not in kept and key not in left]
+        of_other_shape = [key for key in differing if key not in reshaped]
+        offer = offer_kept(refused, of_other_shape, keys) if _some_fit(tensors, origins, differing.values()) else ""
+        raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}{offer}")
+    if (kept or reshaped) and not targets:
+        raise MismatchError(
+            f"not one tensor of '{path}' goes into the model, and all {len(keys)} keys may be missing or have another shape; nothing was "
+            "changed"
+        )
+    for first, also in tied if compare else ():
+        _check_same_values(index, first, also)
+    used = {source.name for target in targets for source in target.sources} | {source.name for _, also in tied for source in also}
     used |= {head.own_tensor for key, head in heads.items() if key not in kept}
+    used |= {name for key in left.intersection(origins) for name in origins[key].stored}
     unused = sorted(name for name in index.stored if name not in used and not name.endswith(COMPUTED))
     left_out = tuple(name for name in unused if allowed.unexpected.match(name))
     count = len({source.name for target in targets for source in target.sources})
-    report = HuggingFaceLoadReport(index.path, count, tuple(sorted(kept)), left_out, allowed.unused())
+    others = tuple(OtherShape(key, origins[key].stored, tensor.shape) for key, tensor in sorted(reshaped.items()))
+    report = HuggingFaceLoadReport(index.path, count, tuple(sorted(kept)), left_out, allowed.unused(), others)
     unexpected = tuple(name for name in unused if name not in left_out)
-    return _Plan(index, subjects, unexpected, Reading(index, targets, subjects.sharding.communicator, weights), report)
+    reading = Reading(index, targets, subjects.sharding.communicator, weights)
+    return _Plan(index, subjects, unexpected, tuple(sorted(kept | left)), reading, report)
 
 
-def _lacking(
-    index: CheckpointIndex,
-    rules: Mapping[str, tuple[Rule, dict[str, str]]],
-    heads: Mapping[str, _Head],
-    shapes: Mapping[str, Sequence[int]],
-) -> dict[str, list[str]]:
-    """Return, for each key of which there are such, the names of tensors that it needs and the files lack."""
+def _differing(tensors: Iterable[_Tensor], origins: Mapping[str, Origin]) -> dict[str, _Tensor]:
+    """Return the tensors whose shape doesn't fit what they come from, by the first of their names of which that is so."""
     found = {}
-    for key, shape in shapes.items():
-        if key not in rules:
-            continue
-        rule, values = rules[key]
-        names = [heads[key].tensor] if key in heads else rule.target_names(values, shape)
-        missing = [name for name in names if name not in index]
-        if missing:
-            found[key] = missing
+    for tensor in tensors:
+        names = [name for name in tensor.names if name in origins and origins[name].differences]
+        if names:
+            found[names[0]] = tensor
     return found
+
+
+def _some_fit(tensors: Iterable[_Tensor], origins: Mapping[str, Origin], differing: Iterable[_Tensor]) -> bool:
+    """Tell whether anything would be loaded without what is missing and without what has another shape."""
+    others = {name for tensor in differing for name in tensor.names}
+    return any(name in origins and origins[name].sources for tensor in tensors for name in tensor.names if name not in others)
 
 
 class _Tensor(NamedTuple):
@@ -249,63 +262,9 @@ def _check_same_values(index: CheckpointIndex, sources: Sequence[TensorSource], 
         )
 
 
-@dataclass(frozen=True)
-class _Head:
-    """A head that takes the weight of the embedding.
-
-    Attributes:
-        embedding: key of the embedding.
-        tensor: name of the embedding in the Hugging Face model.
-        own_tensor: name of the head there, which may be there too, with equal values.
-        lies_as_embedding: whether it is one tensor with the embedding here too.
-    """
-
-    embedding: str
-    tensor: str
-    own_tensor: str
-    lies_as_embedding: bool
-
-
-def _heads(
-    index: CheckpointIndex,
-    subjects: Subjects,
-    rules: Mapping[str, Rule],
-    config: ModelConfig | None,
-    may_be_missing: Patterns,
-    *,
-    compare: bool,
-) -> dict[str, _Head]:
-    """Return the keys of heads that take the weight of the embedding; where ``compare`` is true, look whether both have the same values.
-
-    A head that the files lack does so where they have no configuration either, unless it may be missing.
-    """
-    found = {}
-    for key, rule in rules.items():
-        if rule.tied_to is None or rule.tied_to not in rules:
-            continue
-        head = _Head(
-            rule.tied_to,
-            rules[rule.tied_to].target_name({}),
-            rule.target_name({}),
-            any(key in names and rule.tied_to in names for names in subjects.tied()),
-        )
-        is_said = config is not None and config.get(TIED) is True
-        is_meant = config is None and head.own_tensor not in index
-        if not (head.lies_as_embedding or is_said or (is_meant and not may_be_missing.match(key))):
-            continue
-        both = head.own_tensor in index and head.tensor in index
-        if compare and both and not have_same_values(index, [head.own_tensor, head.tensor]):
-            who = "the model ties them" if head.lies_as_embedding else f"config.json says {TIED}"
-            raise MismatchError(f"'{head.own_tensor}' and '{head.tensor}' have other values, and {who}; nothing was changed")
-        found[key] = head
-    return found
-
-
-def _problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
+def _dtype_problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
     for source in sources:
-        stored, shape = index.dtypes[source.name], index.global_shape(source.name)
-        if shape != source.shape:
-            yield f"'{key}' needs '{source.name}' of shape {list(source.shape)}, and it has {list(shape)}"
+        stored = index.dtypes[source.name]
         if stored != dtype and not (cast and can_cast(stored, dtype)):
             yield f"'{key}' is {dtype}, and '{source.name}' {stored}" + (" (cast=True converts)" if can_cast(stored, dtype) else "")
         if stored != index.dtypes.get(sources[0].name):

@@ -5,8 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import counted, listing
+
+
+class OtherShape(NamedTuple):
+    """A parameter or buffer that kept its values, since what it would come from has another shape.
+
+    Attributes:
+        key: its name in the model; of several, the first of which that is so.
+        stored: name of each tensor that it would come from -> the whole shape that this has in the files.
+        now: its own shape.
+    """
+
+    key: str
+    stored: dict[str, tuple[int, ...]]
+    now: tuple[int, ...]
+
+    def __str__(self) -> str:
+        stored = listing(f"'{name}' {list(shape)}" for name, shape in self.stored.items())
+        return f"'{self.key}': {stored} there, {list(self.now)} here"
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,8 @@ class HuggingFaceLoadReport:
             takes them, as ``allow_missing`` allows.
         unexpected: tensors of the files that went nowhere, as ``allow_unexpected`` allows.
         unused_options: patterns that nothing needed; perhaps they are misspelt.
+        other_shape: parameters and buffers that kept their values, since what they would come from has another shape, as
+            ``allow_other_shape`` allows.
     """
 
     path: Path
@@ -27,10 +48,16 @@ class HuggingFaceLoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unused_options: tuple[str, ...] = ()
+    other_shape: tuple[OtherShape, ...] = ()
 
     def __str__(self) -> str:
         lists: list[tuple[Sequence[str], str, str]] = [
             (self.missing, "key missing, left as it was", "keys missing, left as they were"),
+            (
+                [str(one) for one in self.other_shape],
+                "key of another shape there, left as it was",
+                "keys of another shape there, left as they were",
+            ),
             (self.unexpected, "tensor left out", "tensors left out"),
             (self.unused_options, "option not needed", "options not needed"),
         ]

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 HIDDEN, INNER, VOCABULARY, HEADS, GROUPS, WIDTH = 12, 10, 17, 4, 2, 3
 LAYERS, EXPERTS = 2, 3
@@ -79,3 +82,11 @@ def as_in_paddle(family: str, tensors: Arrays, fused: bool) -> Arrays:
             gate, up = found.pop(key), found.pop(key.replace(".gate_proj.", ".up_proj."))
             found[key.replace("gate_proj", name)] = np.concatenate([gate, up], -1)
     return found
+
+
+def write_base(path: Path, tensors: Arrays, **others: Any) -> str:
+    """Write a Llama of these tensors, whose ``config.json`` has these other fields."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config_of("llama", **others)))
+    save_file(tensors, path / "model.safetensors")
+    return str(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,21 +9,13 @@ import huggingface_allowed_cases as cases
 import numpy as np
 import pytest
 from harness import RankPool
-from published import HIDDEN, Arrays, as_in_paddle, config_of, published
-from safetensors.numpy import save_file
+from published import HIDDEN, as_in_paddle, published, write_base
 
 from paddle_fsdp_ckpt import HuggingFaceLoadReport
 
 Ranks = Callable[[int], RankPool]
 HEAD = {"score.weight": (HIDDEN, 5), "score.bias": (5,)}
 ALLOWED = {"allow_missing": ["score.*"], "allow_unexpected": ["lm_head.*"]}
-
-
-def write_base(path: Path, tensors: Arrays) -> str:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config_of("llama")))
-    save_file(tensors, path / "model.safetensors")
-    return str(path)
 
 
 @pytest.mark.parametrize(("world_size", "sharded", "own_names"), [(1, False, True), (1, True, False), (2, True, True), (2, True, False)])
