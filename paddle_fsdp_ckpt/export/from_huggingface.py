@@ -99,6 +99,8 @@ def _sources(index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None)
         (source,) = apply_rule(rule, values, index.whole_piece(name), config)
         if source.name in sources:
             raise MismatchError(f"'{name}' and '{sources[source.name].slab.key}' both become '{source.name}'")
+        if recipe.is_extended:
+            _check_not_hidden(recipe, source)
         sources[source.name] = source
     tied = []
     for rule in recipe.rules:
@@ -106,6 +108,16 @@ def _sources(index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None)
             sources[rule.source] = replace(sources[rule.tied_to], name=rule.source)
             tied.append(tuple(sorted((rule.source, rule.tied_to))))
     return list(sources.values()), tied
+
+
+def _check_not_hidden(recipe: Recipe, source: TensorSource) -> None:
+    """Raise where a rule that makes a key of a tensor isn't the one that takes this key, since an own one of the recipe does."""
+    rule, values = recipe.rules_of([source.name])[source.name]
+    if source.slab.key not in rule.target_names(values, source.shape):
+        raise MismatchError(
+            f"'{source.slab.key}' would become '{source.name}', and that belongs to the rule for '{rule.source}' of the recipe "
+            f"'{recipe.name}', which makes something else of it; give the recipe of this model"
+        )
 
 
 def _is_tied(index: CheckpointIndex, key: str, source: TensorSource | None, other: TensorSource, config: ModelConfig | None) -> bool:

@@ -77,7 +77,9 @@ def model_tensors(
             _check_untied(index, key, sources_of[key], sources_of.get(rule.tied_to, ()), config)
     sources = [source for key in contents.model for source in sources_of.get(key, ())]
     _check_names(sources)
-    unchecked = _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied)
+    extended = {key for key, (rule, _) in rules.items() if recipe.is_extended and rule in recipe.own_rules}
+    besides = {source.name for key in extended for source in sources_of.get(key, ())}
+    unchecked = _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters]
@@ -149,9 +151,22 @@ def _numbered(layers: Collection[int]) -> str:
 
 
 def _check_described(
-    index: CheckpointIndex, recipe: Recipe, config: ModelConfig | None, found: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+    index: CheckpointIndex,
+    recipe: Recipe,
+    config: ModelConfig | None,
+    found: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    besides: Collection[str],
 ) -> str | None:
     """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough.
+
+    Args:
+        index: of the checkpoint.
+        recipe: that made the tensors.
+        config: of the model.
+        found: their shapes, by their names.
+        tied: see :class:`ModelTensors`.
+        besides: those that rules of a file make which extends another recipe; of such the configuration may say nothing.
 
     Returns:
         What could not be checked of tensors that are copied as they are, or that no recipe of the configuration's family makes; None where
@@ -181,7 +196,7 @@ def _check_described(
     }
     known = {*tied, *_heads(recipe)} if is_family else _tied_to_heads(family, config, tied)  # of which it was said what is wrong
     lacking = [name for name in described if name not in found and name not in known]
-    beyond = [name for name in found if name not in described and name not in known]
+    beyond = [name for name in found if name not in described and name not in known and name not in besides]
     others = [f"'{name}' {list(found[name])} for {list(shape)}" for name, shape in described.items() if found.get(name, shape) != shape]
     texts = [f"lacks {listing(lacking)}"] if lacking else []
     texts += [f"has besides {listing(beyond)}"] if beyond else []
@@ -204,6 +219,10 @@ def _check_described(
             f"'{config.path}' describes another model than '{index.path}' holds, which {'; '.join(texts)}; give the configuration of this "
             "model"
         )
+    undescribed = sorted(name for name in besides if name not in described)
+    if undescribed:
+        what = f"{counted(len(undescribed), 'tensor')}, which rules of the recipe '{recipe.name}' make: {listing(undescribed)}"
+        return f"'{config.path}' describes a model without {what}; whether its reader takes them was not checked"
     return None
 
 

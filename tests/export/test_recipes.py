@@ -25,8 +25,8 @@ from paddle_fsdp_ckpt.pieces import Piece, whole_piece
 Ranks = Callable[[int], RankPool]
 
 
-def write_recipe(path: Path, *rules: Any) -> Path:
-    path.write_text(json.dumps({"name": "mine", "rules": rules}))
+def write_recipe(path: Path, *rules: Any, **fields: Any) -> Path:
+    path.write_text(json.dumps({"name": "mine", "rules": rules} | fields))
     return path
 
 
@@ -212,6 +212,31 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
 def test_malformed_rules(rule: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_recipe(write_recipe(tmp_path / "recipe.json", rule))
+
+
+@pytest.mark.parametrize(
+    ("extends", "message"),
+    [
+        (
+            "qwen33",
+            r"extends 'qwen33', which is no recipe that a file can extend \('qwen3' perhaps\?\); these are llama, .*, none, and no ",
+        ),
+        ("recipe.json", r"extends 'recipe.json', which is no recipe that a file can extend; these are"),
+        ("auto", "extends 'auto', which is no recipe"),
+        (["qwen3"], r"extends \['qwen3'\], which is no recipe that a file can extend; these"),
+        (None, "extends None, which is no recipe"),
+    ],
+)
+def test_what_a_file_cannot_extend(extends: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"recipe.json' is not a recipe: it {message}"):
+        read_recipe(write_recipe(tmp_path / "recipe.json", extends=extends))
+
+
+def test_an_unknown_field_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"it has 'extend', which no recipe knows \('extends' perhaps\?\); a recipe's fields are name, "
+    ):
+        read_recipe(write_recipe(tmp_path / "recipe.json", extend="qwen3"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"name": "x"}', '{"name": 1, "rules": []}', '{"name": "x", "rules": {}}'])

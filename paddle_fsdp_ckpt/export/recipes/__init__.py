@@ -6,7 +6,8 @@ A file holds, as JSON,
      "rules": [{"source": "decoder.{layer}.proj.weight", "targets": ["model.layers.{layer}.proj.weight"], "transpose": true},
                {"source": "decoder.{layer}.bias", "targets": ["model.layers.{layer}.bias"]}]}
 
-with the fields of :class:`~.rules.Rule`, of which ``source`` and ``targets`` are needed.
+with the fields of :class:`~.rules.Rule`, of which ``source`` and ``targets`` are needed. With ``"extends": "qwen3"`` beside them, keys that
+none of these rules takes are left to those of that recipe: of a family, or ``"none"``, which copies.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ RECIPES = {recipe.name: recipe for recipe in (LLAMA, QWEN2, QWEN2_MOE, QWEN3, QW
 AUTO, NONE = "auto", "none"
 COPY = Recipe(NONE, (Rule("{*key}", ("{*key}",)),))
 """All names and layouts as they are."""
+
+_FIELDS = ("name", "extends", "rules")
+"""What a recipe's file may hold."""
 
 
 def choose_recipe(wanted: str, config: ModelConfig | None) -> Recipe:
@@ -70,16 +74,29 @@ def read_recipe(path: Path) -> Recipe:
     """
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
-        if (
-            type(value) is not dict
-            or value.keys() != {"name", "rules"}
-            or type(value["name"]) is not str
-            or type(value["rules"]) is not list
-        ):
-            raise ValueError('it is not an object with just "name", a text, and "rules", a list')
-        return Recipe(value["name"], tuple(_rule(one) for one in value["rules"]))
+        if type(value) is not dict or type(value.get("name")) is not str or type(value.get("rules")) is not list:
+            raise ValueError('it is not an object with "name", a text, and "rules", a list')
+        unknown = sorted(value.keys() - _FIELDS)
+        if unknown:
+            meant = _meant(unknown, _FIELDS)
+            raise ValueError(f"it has {_quoted(unknown)}, which no recipe knows{meant}; a recipe's fields are {', '.join(_FIELDS)}")
+        rules = tuple(_rule(one) for one in value["rules"])
+        if "extends" not in value:
+            return Recipe(value["name"], rules, own=len(rules))
+        return _extended(value["extends"]).extended(value["name"], rules)
     except ValueError as error:
         raise CheckpointError(f"'{path}' is not a recipe: {cut_text(error)}") from error
+
+
+def _extended(name: JsonValue) -> Recipe:
+    """Return the recipe that a file extends."""
+    known = {**RECIPES, NONE: COPY}
+    if type(name) is not str or name not in known:
+        meant = _meant([name], known) if type(name) is str else ""
+        raise ValueError(
+            f"it extends {name!r:.100}, which is no recipe that a file can extend{meant}; these are {', '.join(known)}, and no other files"
+        )
+    return known[name]
 
 
 def _rule(value: JsonValue) -> Rule:

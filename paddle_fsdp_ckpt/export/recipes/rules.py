@@ -65,6 +65,11 @@ class Rule:
         return None if found is None else found.groupdict()
 
     @property
+    def form(self) -> str:
+        """The source without the names of its placeholders."""
+        return _PLACEHOLDER.sub(r"{\1}", self.source)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the key becomes just one tensor."""
         return len(self.targets) == 1 and self.unstack is None
@@ -145,15 +150,37 @@ class Recipe:
 
     Attributes:
         name: of the family; what ``model_type`` says in a ``config.json``.
-        rules: each key must fit just one.
+        rules: each key must fit just one; where it fits one of the ``own``, the others don't count.
         prefixes: of a family, what the rules' sources begin with, and what such names may begin with instead; see :mod:`.spelling`.
         family: the family's recipe, where this is that for names with another beginning.
+        own: how many of the rules, the first, a file says itself; the others are of the recipe that it extends.
     """
 
     name: str
     rules: tuple[Rule, ...]
     prefixes: tuple[str, ...] = ()
     family: Recipe | None = None
+    own: int = 0
+
+    @property
+    def own_rules(self) -> tuple[Rule, ...]:
+        """Those that a file says itself."""
+        return self.rules[: self.own]
+
+    @property
+    def base_rules(self) -> tuple[Rule, ...]:
+        """Those that no file says, and that go on where the own ones don't take a key."""
+        return self.rules[self.own :]
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether a file says some of the rules, and extends a recipe that has the others."""
+        return bool(self.own_rules and self.base_rules)
+
+    def extended(self, name: str, own: tuple[Rule, ...]) -> Recipe:
+        """Return the recipe of this name with these rules, and then its own that aren't of the same form."""
+        forms = {rule.form for rule in own}
+        return replace(self, name=name, rules=(*own, *(rule for rule in self.rules if rule.form not in forms)), own=len(own))
 
     def rules_of(self, keys: Iterable[str]) -> dict[str, tuple[Rule, dict[str, str]]]:
         """Return for each key the rule that takes it, and what the placeholders stand for.
@@ -172,23 +199,25 @@ class Recipe:
         if several:
             texts.append(f"{counted(len(several), 'key is', 'keys are')} taken by several rules: {listing(several)}")
         if texts:
-            raise MismatchError(f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. {self._way_out(without)}")
+            some_fit = len(without) < len(found)
+            raise MismatchError(f"the recipe '{self.name}' doesn't fit; {'; '.join(texts)}. {self._way_out(without, some_fit=some_fit)}")
         return {key: matches[0] for key, matches in found.items()}
 
     def inverse(self) -> Recipe:
         """Return the recipe that makes keys of tensors; fused keys, and those of several tensors, it doesn't make."""
-        inverses = [rule.inverse() for rule in self.rules]
-        return Recipe(self.name, tuple(rule for rule in inverses if rule is not None))
+        own, base = ([made for rule in rules if (made := rule.inverse()) is not None] for rules in (self.own_rules, self.base_rules))
+        return Recipe(self.name, (*own, *base), own=len(own))
 
     def fits(self, keys: Iterable[str]) -> bool:
         """Tell whether each key is taken by some rule."""
         return all(any(rule.match(key) is not None for rule in self.rules) for key in keys)
 
-    def _way_out(self, without: Sequence[str]) -> str:
+    def _way_out(self, without: Sequence[str], *, some_fit: bool) -> str:
         """Say which names are expected, and how rules for those that there are would look."""
         expected = f"It takes names such as {', '.join(repr(rule.source) for rule in self.rules[:_EXAMPLES])}"
         drafts = [self._draft(form) for form in dict.fromkeys(map(_form, without))]
         shown = f", such as {'; '.join(drafts[:_EXAMPLES])}" if drafts else ""
+        shown += f', and with "extends": "{self.name}" for just these names' if drafts and some_fit and not self.own else ""
         return (
             f"{expected}. Use the recipe of the model's family, or a FILE of rules (--recipe FILE, recipe= in Python), one for each form "
             f'of name{shown}; a Paddle Linear\'s weight, [in, out], needs "transpose". The recipe none copies everything as it is, '
@@ -206,8 +235,12 @@ class Recipe:
         return draft_rule(_DRAFTED.sub(lambda _: f"{{{next(placeholders)[1]}}}", form), alike[0].targets[0], transpose=alike[0].transpose)
 
     def _matches(self, key: str) -> list[tuple[Rule, dict[str, str]]]:
-        found = ((rule, rule.match(key)) for rule in self.rules)
-        return [(rule, values) for rule, values in found if values is not None]
+        for rules in (self.own_rules, self.base_rules):
+            found = ((rule, rule.match(key)) for rule in rules)
+            matches = [(rule, values) for rule, values in found if values is not None]
+            if matches:
+                return matches
+        return []
 
 
 def apply_rule(rule: Rule, values: Mapping[str, str], whole: Piece, config: ModelConfig | None) -> Iterator[TensorSource]:

@@ -48,14 +48,19 @@ def check_layout(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if recipe.family is None:
         return
     rules = recipe.rules_of(shapes)
-    embedding = next(rule.tied_to for rule in recipe.rules if rule.tied_to is not None)
+    embedding = next((rule.tied_to for rule in recipe.rules if rule.tied_to is not None), None)
+    if embedding is None:
+        raise MismatchError(
+            f"no rule of the recipe '{recipe.name}' says \"tied_to\", as that of a head does, so which is the embedding, whose last axis "
+            "would say how matrices lie, isn't known; give the head's rule that"
+        )
     if embedding not in shapes:
         raise MismatchError(f"the model has no '{embedding}', whose last axis would say how its matrices lie; write a FILE of rules for it")
     hidden = shapes[embedding][-1]
     turned, square, told = [], [], False
     for key, (rule, _) in rules.items():
         shape = shapes[key]
-        if len(shape) != 2 or not rule.transpose:
+        if len(shape) != 2 or not rule.transpose or rule in recipe.own_rules:  # who wrote that rule knows
             continue
         if shape[0] == shape[1] == hidden:
             square.append((key, rule))
@@ -90,7 +95,8 @@ def _spelled(recipe: Recipe, prefix: str) -> Recipe:
 
     rules = tuple(
         replace(rule, source=renamed(rule.source), tied_to=None if rule.tied_to is None else renamed(rule.tied_to))
-        for rule in recipe.rules
+        for rule in recipe.base_rules
         if rule.is_plain or not rule.targets
     )
-    return replace(recipe, rules=rules, prefixes=(), family=recipe)
+    spelled = replace(recipe, rules=rules, prefixes=(), family=recipe, own=0)
+    return spelled.extended(recipe.name, recipe.own_rules)  # which say names as they are
