@@ -77,7 +77,7 @@ class HeaderPart:
     """What a header says about pieces whose data lie one after another. Made once, it serves every file that they are in at this place.
 
     Attributes:
-        key_hashes: of the pieces' keys, as this process hashes them.
+        key_hashes: of the pieces' keys, as this process hashes them, sorted.
         start: where their data begin, in bytes behind the header.
         stop: where they end.
         entries: the fields that safetensors wants, without braces, in texts that a comma joins.
@@ -129,8 +129,8 @@ def encode_part(pieces: Iterable[Piece], start: int = 0) -> HeaderPart:
         if len(left) == _BLOCK_LENGTH:
             blocks.append(_in_unicode(encode_columns, left))
             left = []
-    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-    return HeaderPart(hashes, start, position, entries.encoded(), descriptions.encoded(), blocks, left)
+    key_hashes = np.sort(np.fromiter(map(hash, keys), np.int64, len(keys)))
+    return HeaderPart(key_hashes, start, position, entries.encoded(), descriptions.encoded(), blocks, left)
 
 
 class _Texts:
@@ -218,7 +218,8 @@ def encode_header_parts(pieces: Sequence[Piece], before: HeaderPart | None = Non
     """
     first = encode_part([]) if before is None else before
     second = encode_part(pieces, first.stop)
-    if np.isin(second.key_hashes, first.key_hashes).any():
+    begins, ends = (np.searchsorted(first.key_hashes, second.key_hashes, side) for side in ("left", "right"))
+    if (begins < ends).any():
         twice = {piece.key for piece in pieces_of(first)} & {piece.key for piece in pieces}
         if twice:
             raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
