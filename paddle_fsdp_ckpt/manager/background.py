@@ -43,8 +43,10 @@ class HostBuffer:
             # First without the old one: both together would be twice the memory.
             self._memory = HostMemory(0)
             self._memory = HostMemory(nbytes, is_pinned=is_pinned)
-        self._memory.take(memoryview(layout.header), 0)
-        position = len(layout.header)
+        position = 0
+        for part in layout.header:
+            self._memory.take(memoryview(part), position)
+            position += len(part)
         if placed is not None and layout.nbytes_before:
             placed.places.copy_to(address_of(self._memory.view[position:]))
             position += layout.nbytes_before
@@ -52,7 +54,7 @@ class HostBuffer:
             self._memory.take(values[number][1], position)
             position += size
         self._memory.wait()
-        return FileImage(self._memory.view[:nbytes], layout.count, len(layout.header))
+        return FileImage(self._memory.view[:nbytes], layout.count, layout.header_nbytes)
 
 
 class Worker:

@@ -24,13 +24,16 @@ digest is right; a header without them, or that somebody changed, is read as JSO
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
+from typing import TypeVar
+
+import numpy as np
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError, listing
 from ..pieces import Piece
-from .columns import FileColumns, decode_columns, encode_columns
+from .columns import FileColumns, Integers, decode_columns, encode_columns
 from .digests import DIGEST_LENGTH, digest, digest_of_parts
 from .entries import MAX_DIMENSIONS, Box, Entry, box_of
 from .format import (
@@ -45,6 +48,9 @@ from .format import (
     cut_text,
     parse_json,
 )
+
+Written = TypeVar("Written")
+Encoded = TypeVar("Encoded")
 
 METADATA_KEY = "__metadata__"
 _VERSION_KEY = "paddle_fsdp_ckpt.format_version"
@@ -71,20 +77,20 @@ class HeaderPart:
     """What a header says about pieces whose data lie one after another. Made once, it serves every file that they are in at this place.
 
     Attributes:
-        keys: of the pieces.
+        key_hashes: of the pieces' keys, as this process hashes them, sorted.
         start: where their data begin, in bytes behind the header.
         stop: where they end.
-        entries: the fields that safetensors wants, without braces.
-        descriptions: the fields of our own, as they stand inside of a JSON string, without braces.
+        entries: the fields that safetensors wants, without braces, in texts that a comma joins.
+        descriptions: the fields of our own, as they stand inside of a JSON string, in such texts.
         blocks: the columns of all pieces but the last few, so many a text.
         left: those last few, which will share a text with what comes behind them.
     """
 
-    keys: frozenset[str] = field(repr=False)
+    key_hashes: Integers = field(repr=False)
     start: int
     stop: int
-    entries: str = field(repr=False)
-    descriptions: str = field(repr=False)
+    entries: Sequence[bytes] = field(repr=False)
+    descriptions: Sequence[bytes] = field(repr=False)
     blocks: Sequence[str] = field(repr=False)
     left: Sequence[Piece] = field(repr=False)
 
@@ -95,8 +101,7 @@ def encode_part(pieces: Iterable[Piece], start: int = 0) -> HeaderPart:
     Raises:
         ValueError: a key twice, or a key that the format can't hold.
     """
-    entries: list[str] = []
-    descriptions: list[str] = []
+    entries, descriptions = _Texts(), _Texts(_inside_string)
     blocks: list[str] = []
     left: list[Piece] = []
     keys: set[str] = set()
@@ -114,17 +119,55 @@ def encode_part(pieces: Iterable[Piece], start: int = 0) -> HeaderPart:
         numel, flat, name = piece.numel, piece.flat_range, encode_basestring(key)
         stop = position + numel * DTYPE_NBYTES[piece.dtype]
         shape = shapes[piece.local_shape] if flat is None else f"[{numel}]"
-        entries.append(f'{name}:{{"dtype":"{DTYPE_CODES[piece.dtype]}","shape":{shape},"data_offsets":[{position},{stop}]}}')
+        entries.add(f'{name}:{{"dtype":"{DTYPE_CODES[piece.dtype]}","shape":{shape},"data_offsets":[{position},{stop}]}}')
         box = shapes[piece.global_shape]
         if piece.local_shape != piece.global_shape:
             box = f"{box},{shapes[piece.global_offset]},{shapes[piece.local_shape]}"
-        descriptions.append(f"{name}:[{box}]" if flat is None else f"{name}:[{box},[{flat.start},{flat.stop}]]")
+        descriptions.add(f"{name}:[{box}]" if flat is None else f"{name}:[{box},[{flat.start},{flat.stop}]]")
         position = stop
         left.append(piece)
         if len(left) == _BLOCK_LENGTH:
-            blocks.append(_encode_block(left))
+            blocks.append(_in_unicode(encode_columns, left))
             left = []
-    return HeaderPart(frozenset(keys), start, position, ",".join(entries), encode_basestring(",".join(descriptions))[1:-1], blocks, left)
+    key_hashes = np.sort(np.fromiter(map(hash, keys), np.int64, len(keys)))
+    return HeaderPart(key_hashes, start, position, entries.encoded(), descriptions.encoded(), blocks, left)
+
+
+class _Texts:
+    """Texts that a comma will join, encoded a few thousand at a time, since as many by themselves take much memory.
+
+    Args:
+        change: what is done to some of them that are joined, before they are encoded.
+    """
+
+    def __init__(self, change: Callable[[str], str] = str) -> None:
+        self._change = change
+        self._few: list[str] = []
+        self._encoded: list[bytes] = []
+
+    def add(self, text: str) -> None:
+        """Add a text.
+
+        Raises:
+            ValueError: one is not valid Unicode.
+        """
+        self._few.append(text)
+        if len(self._few) == _BLOCK_LENGTH:
+            self._encode()
+
+    def encoded(self) -> list[bytes]:
+        """Return all of them.
+
+        Raises:
+            ValueError: one is not valid Unicode.
+        """
+        if self._few:
+            self._encode()
+        return self._encoded
+
+    def _encode(self) -> None:
+        self._encoded.append(_in_unicode(str.encode, self._change(",".join(self._few))))
+        self._few = []
 
 
 def _blocks_behind(first: HeaderPart, second: HeaderPart, pieces: Sequence[Piece]) -> Iterator[str]:
@@ -135,14 +178,19 @@ def _blocks_behind(first: HeaderPart, second: HeaderPart, pieces: Sequence[Piece
         blocks = []
     yield from blocks
     for start in range(0, len(left), _BLOCK_LENGTH):
-        yield _encode_block(left[start : start + _BLOCK_LENGTH])
+        yield _in_unicode(encode_columns, left[start : start + _BLOCK_LENGTH])
 
 
-def _encode_block(pieces: Sequence[Piece]) -> str:
+def _in_unicode(encode: Callable[[Written], Encoded], written: Written) -> Encoded:
     try:
-        return encode_columns(pieces)
+        return encode(written)
     except UnicodeEncodeError as error:
         raise ValueError(f"a key is not valid Unicode and can't be stored: {error}") from None
+
+
+def _inside_string(text: str) -> str:
+    """Return a text as it stands inside of a JSON string."""
+    return encode_basestring(text)[1:-1]
 
 
 class _ShapeTexts(dict[tuple[int, ...], str]):
@@ -154,7 +202,12 @@ class _ShapeTexts(dict[tuple[int, ...], str]):
 
 
 def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> bytes:
-    """Return everything in a file before its data.
+    """Return everything in a file before its data; see :func:`encode_header_parts`."""
+    return b"".join(encode_header_parts(pieces, before))
+
+
+def encode_header_parts(pieces: Sequence[Piece], before: HeaderPart | None = None) -> list[bytes]:
+    """Return everything in a file before its data, in parts, since a copy of what is said of many pieces takes time and memory.
 
     Args:
         pieces: in the order of :func:`in_file_order`.
@@ -165,29 +218,35 @@ def encode_header(pieces: Sequence[Piece], before: HeaderPart | None = None) -> 
     """
     first = encode_part([]) if before is None else before
     second = encode_part(pieces, first.stop)
-    twice = first.keys & second.keys
-    if twice:
-        raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
+    begins, ends = (np.searchsorted(first.key_hashes, second.key_hashes, side) for side in ("left", "right"))
+    if (begins < ends).any():
+        twice = {piece.key for piece in pieces_of(first)} & {piece.key for piece in pieces}
+        if twice:
+            raise ValueError(f"'{min(twice)}' can't be stored twice in one file; a rank must give each key one piece")
     columns = ".".join([*first.blocks, *_blocks_behind(first, second, pieces)]).encode()
-    descriptions = ",".join(filter(None, (first.descriptions, second.descriptions)))
-    entries = [text for one in (first.entries, second.entries) if one for text in (",", one)]
-    # Not as one text, since each copy of what is said of many pieces takes its time.
-    rest = [text.encode() for text in (f'","{_PIECES_KEY}":"{{', descriptions, '}"}', *entries, "}")]
+    rest = [f'","{_PIECES_KEY}":"{{'.encode(), *_joined([*first.descriptions, *second.descriptions]), b'}"}']
+    entries = [*first.entries, *second.entries]
+    rest += [b"," if entries else b"", *_joined(entries), b"}"]
     length = len(_BEFORE_COLUMNS) + DIGEST_LENGTH + len(".") + len(columns) + sum(map(len, rest))
     rest.append(b" " * (-length % _ALIGNMENT))
     length += len(rest[-1])
     if length > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"{len(first.keys) + len(second.keys)} pieces in one file need a header of {length} bytes, and safetensors allows "
+            f"{len(first.key_hashes) + len(second.key_hashes)} pieces in one file need a header of {length} bytes, and safetensors allows "
             f"{MAX_HEADER_NBYTES}; save from more ranks, or with shorter parameter names"
         )
-    start = [length.to_bytes(LENGTH_NBYTES, "little"), _BEFORE_COLUMNS, digest_of_parts(map(memoryview, rest)).encode(), b".", columns]
-    return b"".join([*start, *rest])
+    own = digest_of_parts(map(memoryview, rest)).encode()
+    return [length.to_bytes(LENGTH_NBYTES, "little"), _BEFORE_COLUMNS, own, b".", columns, *rest]
+
+
+def _joined(texts: Sequence[bytes]) -> list[bytes]:
+    """Return texts with commas between them."""
+    return [part for text in texts for part in (b",", text)][1:]
 
 
 def pieces_of(part: HeaderPart) -> Iterator[Piece]:
     """Return the pieces that a part describes, in their order."""
-    texts = [*part.blocks, *([_encode_block(part.left)] if part.left else [])]
+    texts = [*part.blocks, *([encode_columns(part.left)] if part.left else [])]
     columns = decode_columns(texts, part.start, part.stop, sys.maxsize)
     return (box.part(key, dtype, start, stop) for key, dtype, box, start, stop, _ in columns.entries())
 

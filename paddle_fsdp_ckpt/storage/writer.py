@@ -17,7 +17,7 @@ from .buffers import CACHED_NBYTES, as_bytes, in_groups, together, write_group
 from .digests import CHUNK_NBYTES, Digester
 from .direct import write_directly
 from .format import DTYPE_NBYTES, FileRecord
-from .header import HeaderPart, encode_header, encode_part, in_file_order
+from .header import HeaderPart, encode_header_parts, encode_part, in_file_order
 from .writeback import Writeback
 
 
@@ -54,11 +54,13 @@ class FileStart:
         header: what the header says about these pieces.
         count: how many there are.
         last_itemsize: bytes an element of the last one; larger ones can't come after it. No piece at all lets any come.
+        description_nbytes: about how many bytes a checkpoint needs for what it says about them.
     """
 
     header: HeaderPart
     count: int
     last_itemsize: int
+    description_nbytes: int
 
     def goes_before(self, others: Iterable[Piece]) -> bool:
         """Tell whether a file that begins so can hold other pieces."""
@@ -67,16 +69,17 @@ class FileStart:
 
 def _start_of(pieces: Iterable[Piece]) -> FileStart:
     """Return what a file begins with: checked pieces, all with elements and in its order, which may be made one by one."""
-    count, last = 0, max(DTYPE_NBYTES.values())
+    count, last, description_nbytes = 0, max(DTYPE_NBYTES.values()), 0
 
     def noted() -> Iterator[Piece]:
-        nonlocal count, last
+        nonlocal count, last, description_nbytes
         for piece in pieces:
             count, last = count + 1, DTYPE_NBYTES[piece.dtype]
+            description_nbytes += _estimate_description_nbytes(piece.key)
             yield piece
 
     header = encode_part(noted())
-    return FileStart(header, count, last)
+    return FileStart(header, count, last, description_nbytes)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def place_pieces(pieces: Iterable[Piece], addresses: Sequence[int], nbytes: Sequ
     """
     start = _start_of(map(_checked, pieces))
     places = Places(np.array(addresses, np.int64), np.array(nbytes, np.int64))
-    return PlacedPieces(start, places, places.total + sum(map(_estimate_description_nbytes, start.header.keys)))
+    return PlacedPieces(start, places, places.total + start.description_nbytes)
 
 
 def write_rank_file(
@@ -155,8 +158,8 @@ def write_rank_file(
     """
     layout = lay_out([piece for piece, _ in pieces], plan, placed)
     before = iter(()) if placed is None else placed.places.buffers()
-    buffers = chain([memoryview(layout.header)], before, _in_layout(pieces, layout))
-    return write_file(path, buffers, layout.count, len(layout.header))
+    buffers = chain(map(memoryview, layout.header), before, _in_layout(pieces, layout))
+    return write_file(path, buffers, layout.count, layout.header_nbytes)
 
 
 def _in_layout(pieces: Sequence[tuple[Piece, memoryview]], layout: FileLayout) -> list[memoryview]:
@@ -176,23 +179,28 @@ class FileLayout:
     """What a rank's file holds, from its first byte on.
 
     Attributes:
-        header: everything before the data.
+        header: everything before the data, in parts.
         order: positions, among the pieces, of those that are stored, in the order of the data.
         sizes: how many bytes each of these has.
         count: how many pieces the file holds, those that come before these included.
         nbytes_before: how many bytes of data come before these.
     """
 
-    header: bytes = field(repr=False)
+    header: Sequence[bytes] = field(repr=False)
     order: Sequence[int] = field(repr=False)
     sizes: Sequence[int] = field(repr=False)
     count: int
     nbytes_before: int = 0
 
     @property
+    def header_nbytes(self) -> int:
+        """How much of the file comes before its data."""
+        return sum(map(len, self.header))
+
+    @property
     def nbytes(self) -> int:
         """How large the file is."""
-        return len(self.header) + self.nbytes_before + sum(self.sizes)
+        return self.header_nbytes + self.nbytes_before + sum(self.sizes)
 
 
 def lay_out(pieces: Sequence[Piece], plan: FilePlan | None = None, placed: PlacedPieces | None = None) -> FileLayout:
@@ -214,9 +222,9 @@ def lay_out(pieces: Sequence[Piece], plan: FilePlan | None = None, placed: Place
     return FileLayout(header, order, [*plan.nbytes, *nbytes], len(order))
 
 
-def _lay_out_behind(start: FileStart, others: Sequence[Piece]) -> tuple[bytes, list[int], list[int]]:
+def _lay_out_behind(start: FileStart, others: Sequence[Piece]) -> tuple[list[bytes], list[int], list[int]]:
     order, nbytes = _arrange(others)
-    return encode_header([others[i] for i in order], start.header), order, nbytes
+    return encode_header_parts([others[i] for i in order], start.header), order, nbytes
 
 
 @dataclass(frozen=True)

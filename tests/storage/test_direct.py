@@ -102,9 +102,9 @@ def test_an_image_made_by_the_layout_is_the_file_of_the_pieces(tmp_path: Path, p
     plan = plan_file([piece for piece, _ in pieces[:planned]]) if planned else None
     layout = lay_out([piece for piece, _ in pieces], plan)
     data = aligned(layout.nbytes)
-    data[:] = b"".join([layout.header, *(values[pieces[number][0].key].tobytes() for number in layout.order)])
+    data[:] = b"".join([*layout.header, *(values[pieces[number][0].key].tobytes() for number in layout.order)])
     (tmp_path / "1").mkdir()
-    record = write_image(tmp_path / "0_0.safetensors", FileImage(data, len(layout.order), len(layout.header)))
+    record = write_image(tmp_path / "0_0.safetensors", FileImage(data, len(layout.order), layout.header_nbytes))
     assert record == write_rank_file(tmp_path / "1" / "0_0.safetensors", pieces, plan)
     loaded = load_file(tmp_path / "0_0.safetensors")
     assert {key: one.tolist() for key, one in loaded.items()} == {key: one.tolist() for key, one in values.items() if one.size}

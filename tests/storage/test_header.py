@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from paddle_fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, New
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, LENGTH_NBYTES, MAX_HEADER_NBYTES
-from paddle_fsdp_ckpt.storage.header import decode_header, encode_header, header_nbytes, in_file_order
+from paddle_fsdp_ckpt.storage.header import decode_header, encode_header, encode_part, header_nbytes, in_file_order
 
 PIECES = [
     Piece("whole", "float32", (4, 6), (0, 0), (4, 6)),
@@ -165,6 +167,15 @@ def test_data_that_the_header_does_not_describe_is_refused(difference: int) -> N
 def test_what_is_no_header_is_refused(encoded: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="'f'"):
         decode(encoded)
+
+
+def test_a_key_of_pieces_that_were_known_before_is_not_stored_again() -> None:
+    known, behind = encode_part(STORED[:2]), STORED[2:]
+    with pytest.raises(ValueError, match=f"'{STORED[1].key}' can't be stored twice in one file"):
+        encode_header([*behind, STORED[1]], known)
+    # Keys that only have a hash in common are others.
+    same_hash = replace(known, key_hashes=np.array([hash(behind[0].key)]))
+    assert encode_header(behind, same_hash) == encode_header(STORED)
 
 
 def test_a_key_that_stands_twice_is_refused() -> None:

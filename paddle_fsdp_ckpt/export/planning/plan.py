@@ -28,9 +28,9 @@ _SAMPLED_RANKS = 4
 # Bytes of host memory in a first save and a load, rounded up from what was measured with CPython 3.11 at 113,000 keys.
 _INDEX_NBYTES = 300
 """Of one piece in the index of a whole checkpoint, which each rank reads to load, and the first rank to commit a save."""
-_SAVED_PIECE_NBYTES = 700
+_SAVED_PIECE_NBYTES = 500
 """Of a rank's own piece in a save: its name, its address, and what the header says of it."""
-_LOADED_PIECE_NBYTES = 600
+_LOADED_PIECE_NBYTES = 300
 """The same in a load, with its place in the file."""
 _READ_NBYTES = 8 << 20
 """What reading takes beside: scratch memory for two chunks, and the system's own."""
