@@ -23,7 +23,8 @@ import numpy as np
 from paddle_fsdp_ckpt.export.config import read_config
 from paddle_fsdp_ckpt.export.planning.architecture import planned_units
 from paddle_fsdp_ckpt.export.planning.pieces import planned_layout, rank_pieces
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name
+from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 _CONFIG = {

@@ -26,9 +26,10 @@ with atheris.instrument_imports(include=["paddle_fsdp_ckpt"]):
     from paddle_fsdp_ckpt.errors import CheckpointError
     from paddle_fsdp_ckpt.pieces import Piece
     from paddle_fsdp_ckpt.storage.digests import Digester
-    from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MANIFEST_NAME, PADDLE_METADATA_NAME, rank_file_name, seal
+    from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MANIFEST_NAME, PADDLE_METADATA_NAME, rank_file_name
     from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES
     from paddle_fsdp_ckpt.storage.index import read_manifest
+    from paddle_fsdp_ckpt.storage.manifest import seal
     from paddle_fsdp_ckpt.storage.pickles import read_arrays
     from paddle_fsdp_ckpt.storage.plan import plan_read
     from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read

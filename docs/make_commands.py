@@ -31,7 +31,8 @@ from paddle_fsdp_ckpt.export.planning.architecture import planned_units  # noqa:
 from paddle_fsdp_ckpt.export.planning.pieces import planned_layout, rank_pieces  # noqa: E402
 from paddle_fsdp_ckpt.export.planning.states import planned_states  # noqa: E402
 from paddle_fsdp_ckpt.pieces import Piece  # noqa: E402
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name  # noqa: E402
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name  # noqa: E402
+from paddle_fsdp_ckpt.storage.manifest import Manifest  # noqa: E402
 from paddle_fsdp_ckpt.storage.writer import write_rank_file  # noqa: E402
 
 PAGE, PICTURE = "commands.md", "shard_map.png"

@@ -21,7 +21,7 @@ from .meeting import check_same, digest_of
 from .storage.agreement import COORDINATOR
 from .storage.base_parameter import BaseParameter
 from .storage.checksums import checksum_text, seed_of, sum_of_elements
-from .storage.format import JsonValue
+from .storage.json_values import JsonValue
 from .subjects import Subjects
 
 

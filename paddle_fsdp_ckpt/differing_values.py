@@ -8,7 +8,7 @@ from typing import Any
 from .errors import RankFailedError
 from .meeting import digest_of
 from .storage.agreement import COORDINATOR
-from .storage.format import JsonValue
+from .storage.json_values import JsonValue
 
 _MOST_KEYS = 1000
 """A dict of more is compared as a whole."""

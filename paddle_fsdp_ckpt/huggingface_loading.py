@@ -32,8 +32,8 @@ from .storage.agreement import COORDINATOR, exchange
 from .storage.casts import can_cast
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS
 from .storage.comparison import have_same_values
-from .storage.format import JsonValue
 from .storage.index import CheckpointIndex
+from .storage.json_values import JsonValue
 from .storage.reader import PARTIAL_STATE
 from .subjects import Subjects, check_subjects
 

@@ -11,7 +11,7 @@ from .errors import CheckpointError, RankFailedError
 from .rendezvous import OneRank, StoreRendezvous, open_rendezvous
 from .shardings import ranks_of
 from .storage.agreement import COORDINATOR
-from .storage.format import JsonValue
+from .storage.json_values import JsonValue
 
 
 def open_meeting(call: str, model: object, optimizers: Sequence[object]) -> tuple[StoreRendezvous | OneRank, str]:

@@ -15,7 +15,7 @@ from .host_memory import bytes_of
 from .meeting import check_same, digest_of
 from .storage.agreement import COORDINATOR
 from .storage.digests import digest
-from .storage.format import JsonValue
+from .storage.json_values import JsonValue
 from .subjects import Subjects
 from .warn import warn_caller
 

@@ -25,8 +25,9 @@ from .pieces import Piece
 from .shardings import LiveTables
 from .state_dict import weights_to_store
 from .storage.flex import piece_of
-from .storage.format import DTYPE_NBYTES, FileRecord
+from .storage.format import DTYPE_NBYTES
 from .storage.header import in_file_order, pieces_of, place_in_file
+from .storage.manifest import FileRecord
 from .storage.plan import Duplicate
 from .storage.reserved_keys import check_not_reserved
 from .storage.writer import FilePlan, PlacedPieces, estimate_nbytes, place_pieces, plan_file

@@ -11,8 +11,8 @@ from .lora_layers import lora_a_of
 from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate, takes_learning_rate
 from .storage.base_parameter import BaseParameter
 from .storage.comparison import have_same_values
-from .storage.format import JsonValue
 from .storage.index import CheckpointIndex
+from .storage.json_values import JsonValue
 from .subjects import Stepper
 
 Described = TypeVar("Described")

@@ -29,8 +29,10 @@ from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.compressed import compressed, decompressed
 from .storage.flex import paddle_metadata, piece_of
-from .storage.format import DTYPE_NBYTES, PADDLE_METADATA_NAME, FileRecord, JsonValue, Manifest, check_json, rank_file_name, utc_now
+from .storage.format import DTYPE_NBYTES, PADDLE_METADATA_NAME, rank_file_name
 from .storage.index import CheckpointIndex, read_headers, without_garbage_collection
+from .storage.json_values import JsonValue, check_json
+from .storage.manifest import FileRecord, Manifest, utc_now
 from .storage.plan import Duplicate, check_complete
 from .storage.reader import differing_duplicates
 from .storage.reserved_keys import bytes_piece

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 
 
 class Report(Protocol):

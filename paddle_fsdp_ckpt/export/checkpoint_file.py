@@ -10,8 +10,9 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..pieces import whole_piece
 from ..storage.digests import Digester
-from ..storage.format import MANIFEST_NAME, FileRecord, Manifest, rank_file_name, utc_now
+from ..storage.format import MANIFEST_NAME, rank_file_name
 from ..storage.header import encode_header, in_file_order
+from ..storage.manifest import FileRecord, Manifest, utc_now
 from ..version import __version__
 from .output import OutputTensor, blocks_in_order
 

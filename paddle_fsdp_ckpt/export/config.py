@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..storage.format import JsonValue, cut_text, parse_json
+from ..storage.json_values import JsonValue, cut_text, parse_json
 
 CONFIG_NAME = "config.json"
 TIED = "tie_word_embeddings"

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import IncompleteCheckpointError, counted, listing
-from ..storage.format import DTYPE_NBYTES, JsonValue
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .contents import MODEL, TRAINER, contents_of, kinds_of, patterns_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..errors import CorruptCheckpointError, counted
 from ..storage.base_parameter import BaseParameter
-from ..storage.format import JsonValue, cut_text, parse_json
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue, cut_text, parse_json
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, metrics_of, text_and_arrays
 from .text import NOTHING, value_text
 from .values import read_values

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..errors import MismatchError, counted, size_text
 from ..storage.comparison import have_same_values
-from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
 from .checkpoint_file import write_checkpoint
 from .config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .huggingface_files import COMPUTED, read_huggingface_index

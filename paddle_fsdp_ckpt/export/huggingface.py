@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, counted, size_text
-from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config

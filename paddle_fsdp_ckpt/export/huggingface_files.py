@@ -9,9 +9,11 @@ from pathlib import Path
 
 from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
 from ..storage.entries import Box, Entry
-from ..storage.format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, JsonValue, cut_text, parse_json
+from ..storage.format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES
 from ..storage.header import METADATA_KEY, header_nbytes
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue, cut_text, parse_json
+from ..storage.manifest import FileRecord
 from ..storage.stock import is_stock
 from .roots import checkpoints_in, is_checkpoint
 from .safetensors_files import INDEX_NAME

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing, size_text
 from ..storage.base_parameter import BaseParameter
-from ..storage.format import DTYPE_NBYTES, JsonValue
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
 from ..storage.plan import plan_whole
 from ..storage.read_lock import while_reading
 from ..storage.reserved_keys import METRICS_KEY

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import counted
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from .text import value_text
 
 _LONGEST = 1000

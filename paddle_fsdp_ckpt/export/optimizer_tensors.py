@@ -24,8 +24,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
-from ..storage.format import DTYPE_NBYTES, JsonValue
+from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
 from .config import ModelConfig
 from .contents import Contents
 from .model_tensors import model_tensors

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
-from ..storage.format import JsonValue
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
 from .config import ModelConfig, read_config
 from .contents import contents_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, counted, size_text
 from ..layout import Range
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from .shard_map import BufferMap, ShardMap, pattern_of
 
 SUFFIXES = (".png", ".svg")

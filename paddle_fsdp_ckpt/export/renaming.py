@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
-from ..storage.format import JsonValue, Manifest
 from ..storage.index import CheckpointIndex
+from ..storage.json_values import JsonValue
+from ..storage.manifest import Manifest
 from .contents import contents_of
 
 Rename: TypeAlias = "Callable[[str], str | None]"

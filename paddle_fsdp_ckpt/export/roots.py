@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, counted, size_text
-from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
+from ..storage.format import MANIFEST_NAME, parse_left_over
+from ..storage.json_values import JsonValue
 from ..storage.stock import is_stock
 from ..storage.system_errors import is_there
 from ..storage.verify import VerifyReport, verify

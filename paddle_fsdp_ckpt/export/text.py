@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 
 NOTHING = "-"
 """What stands for a value that isn't there."""

@@ -22,8 +22,8 @@ from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
 from ..storage.agreement import COORDINATOR, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
-from ..storage.format import JsonValue
 from ..storage.index import without_garbage_collection
+from ..storage.json_values import JsonValue
 from ..storage.problems import OtherProblem, merge_problems
 from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import counted
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 
 _SHOWN = 5
 

@@ -11,7 +11,7 @@ from ..errors import CheckpointError, listing
 from ..meeting import check_same
 from ..optim import optimizer_list
 from ..shardings import ranks_of
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from .retention import KeepAll, KeepLast, Retention, missing_metrics
 
 

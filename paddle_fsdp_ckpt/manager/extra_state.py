@@ -17,7 +17,8 @@ import paddle
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..fsdp import dtype_name, why_without_values
 from ..host_memory import bytes_of
-from ..storage.format import DTYPE_NBYTES, JsonValue, parse_json
+from ..storage.format import DTYPE_NBYTES
+from ..storage.json_values import JsonValue, parse_json
 from ..storage.reserved_keys import LENGTH_NBYTES, text_and_arrays
 
 _NUMPY_KINDS = "biufc"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from ..errors import counted
-from ..storage.format import utc_now
+from ..storage.manifest import utc_now
 from .steps import HISTORY_NAME, names_of
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")

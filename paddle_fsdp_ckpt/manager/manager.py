@@ -18,7 +18,8 @@ from ..meeting import absolute_path, check_same
 from ..saving import Kept, prepare_save
 from ..storage.agreement import COORDINATOR
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
-from ..storage.format import MANIFEST_NAME, JsonValue
+from ..storage.format import MANIFEST_NAME
+from ..storage.json_values import JsonValue
 from ..storage.writer import FileImage
 from ..subjects import Models
 from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, retention_of, whole_number

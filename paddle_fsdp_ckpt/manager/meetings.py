@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..meeting import open_meeting
 from ..storage.agreement import Rendezvous, exchange
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from .mailboxes import Mailboxes
 
 

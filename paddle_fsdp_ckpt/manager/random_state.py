@@ -23,7 +23,7 @@ import paddle
 from paddle.base import core
 
 from ..errors import CorruptCheckpointError
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 
 _NUMPY_WORDS = 624
 _PADDLE_WORDS = 312

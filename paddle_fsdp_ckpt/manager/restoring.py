@@ -21,7 +21,7 @@ from ..meeting import check_same
 from ..optim import optimizer_list
 from ..progress import long_progress
 from ..storage.agreement import Rendezvous, exchange
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from ..storage.read_lock import reading
 from ..storage.reader import PARTIAL_STATE
 from ..storage.system_errors import describe_error

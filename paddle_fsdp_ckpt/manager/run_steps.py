@@ -48,7 +48,7 @@ class RunSteps:
         self._may_save = overwrite or not (root.steps or lost)
 
     def to_discard(self, step: int) -> dict[int, int]:
-        """Return what the manifest of a step is to say of foreign ones; see :class:`~.storage.format.Manifest`."""
+        """Return what the manifest of a step is to say of foreign ones; see :class:`~.storage.manifest.Manifest`."""
         known = {one.step: one.written for one in self.root.steps}
         return {one: known.get(one, 0) for one in self.foreign - {step}}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..saving import PreparedSave, commit_save
 from ..storage.agreement import COORDINATOR, Rendezvous, exchange
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from ..storage.read_lock import removing
 from ..storage.writer import FileImage
 from .history import CheckpointEvent, tell

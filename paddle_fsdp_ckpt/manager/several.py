@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, CorruptCheckpointError, listing
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 
 _SCALERS = "grad_scalers"
 _KINDS = "one, a list, or a dict by str"

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, listing
 from ..storage.agreement import COORDINATOR
-from ..storage.format import MANIFEST_NAME, JsonValue, parse_left_over
+from ..storage.format import MANIFEST_NAME, parse_left_over
 from ..storage.index import read_manifest
+from ..storage.json_values import JsonValue
 from ..storage.reserved_keys import METRICS_KEY, metrics_of, read_bytes
 from ..storage.system_errors import is_there
 

@@ -30,9 +30,10 @@ from ..progress import ProgressLine
 from ..saving import Kept
 from ..storage.agreement import COORDINATOR
 from ..storage.flex import piece_of
-from ..storage.format import JsonValue, Manifest, check_json
 from ..storage.index import read_index, read_manifest
+from ..storage.json_values import JsonValue, check_json
 from ..storage.key_names import say_key
+from ..storage.manifest import Manifest
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import CASTABLE
 from ..storage.reader import execute_read, verify_first

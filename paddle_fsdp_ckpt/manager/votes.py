@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointError, RankFailedError
 from ..storage.agreement import COORDINATOR
-from ..storage.format import JsonValue
+from ..storage.json_values import JsonValue
 from ..storage.polling import look_until_there
 from ..warn import warn_caller
 from .arguments import positive_number, whole_number

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError, RankFailedError, listing
-from .format import JsonValue
+from .json_values import JsonValue
 from .system_errors import describe_error
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ..pieces import Piece
 from .entries import MAX_NUMEL, Box, Entry, Outline, box_of
-from .format import DTYPE_NBYTES, JsonValue, parse_json
+from .format import DTYPE_NBYTES
+from .json_values import JsonValue, parse_json
 
 Integers: TypeAlias = "NDArray[np.signedinteger[Any]]"
 """Sizes and places are of 64 bits; of 32, to take less memory, is what numbers things that are all in memory."""

@@ -26,17 +26,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, RankFailedError, TargetExistsError, size_text
 from .agreement import COORDINATOR, Rendezvous, exchange
-from .format import (
-    MANIFEST_NAME,
-    PADDLE_METADATA_NAME,
-    FileRecord,
-    JsonValue,
-    Manifest,
-    parse_left_over,
-    rank_file_name,
-    replaced_name,
-    staging_name,
-)
+from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, parse_left_over, rank_file_name, replaced_name, staging_name
+from .json_values import JsonValue
+from .manifest import FileRecord, Manifest
 from .system_errors import is_there
 from .writer import record_of
 

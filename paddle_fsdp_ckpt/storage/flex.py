@@ -16,8 +16,8 @@ from ..layout import Range
 from ..pieces import Piece
 from .columns import columns_of
 from .entries import Box
-from .format import FileRecord
 from .index import CheckpointIndex
+from .manifest import FileRecord
 from .metadata_writer import metadata_blocks
 from .table import table_of
 

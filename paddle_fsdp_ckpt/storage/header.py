@@ -36,18 +36,8 @@ from ..pieces import Piece
 from .columns import FileColumns, Integers, decode_columns, encode_columns
 from .digests import DIGEST_LENGTH, digest, digest_of_parts
 from .entries import MAX_DIMENSIONS, Box, Entry, box_of
-from .format import (
-    DTYPE_CODES,
-    DTYPE_NAMES,
-    DTYPE_NBYTES,
-    FORMAT_VERSION,
-    LENGTH_NBYTES,
-    MAX_HEADER_NBYTES,
-    JsonValue,
-    check_format_version,
-    cut_text,
-    parse_json,
-)
+from .format import DTYPE_CODES, DTYPE_NAMES, DTYPE_NBYTES, FORMAT_VERSION, LENGTH_NBYTES, MAX_HEADER_NBYTES, check_format_version
+from .json_values import JsonValue, cut_text, parse_json
 
 Written = TypeVar("Written")
 Encoded = TypeVar("Encoded")

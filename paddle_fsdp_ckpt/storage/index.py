@@ -18,8 +18,10 @@ from ..pieces import Piece, whole_piece
 from .columns import FileColumns, columns_of
 from .digests import digest_of_parts
 from .entries import Entry, Stored
-from .format import LENGTH_NBYTES, MANIFEST_NAME, MAX_MANIFEST_NBYTES, FileRecord, Manifest, cut_text, parse_left_over
+from .format import LENGTH_NBYTES, MANIFEST_NAME, parse_left_over
 from .header import decode_header, decode_header_columns, header_nbytes
+from .json_values import cut_text
+from .manifest import MAX_MANIFEST_NBYTES, FileRecord, Manifest
 from .system_errors import read_file, says_missing
 from .table import DtypesInTable, PieceTable, StoredInTable, table_of
 

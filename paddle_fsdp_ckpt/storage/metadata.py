@@ -20,7 +20,7 @@ from ..errors import CorruptCheckpointError
 from ..layout import Range
 from ..pieces import Piece, check_piece
 from .entries import Box
-from .format import cut_text
+from .json_values import cut_text
 from .pickled import PickledObject, as_shape
 from .pickles import read_objects
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import MismatchError, listing
-from .format import JsonValue
+from .json_values import JsonValue
 
 _LISTED = 20
 _SENT = 1000

@@ -19,9 +19,10 @@ from .addresses import address_of, bytes_at, copy_places
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, read_all
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .entries import keys_between
-from .format import DTYPE_NBYTES, FileRecord
+from .format import DTYPE_NBYTES
 from .index import CheckpointIndex, open_rank_file, read_columns
 from .key_names import say_key
+from .manifest import FileRecord
 from .plan import Duplicate, ReadPlan
 from .ranges import ChunkRead, FileRanges, chunk_reads, ranges_of
 from .system_errors import read_file

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ..errors import CheckpointError, CorruptCheckpointError, listing
 from ..pieces import Piece, whole_piece
-from .format import Manifest, parse_json
 from .index import CheckpointIndex, read_columns
+from .json_values import parse_json
 from .key_names import RESERVED_PREFIX, say_key
+from .manifest import Manifest
 from .plan import plan_read
 from .reader import UNCHANGED, execute_read
 

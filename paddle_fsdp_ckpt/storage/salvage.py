@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..errors import counted, listing
 from .entries import Stored
-from .format import JsonValue
 from .index import CheckpointIndex
+from .json_values import JsonValue
 from .plan import plan_whole
 from .read_lock import while_reading
 from .reader import differing_duplicates

@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, listing
 from .entries import Stored
-from .format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, MANIFEST_NAME, FileRecord, JsonValue, cut_text, parse_json, parse_left_over
+from .format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, MANIFEST_NAME, parse_left_over
 from .header import METADATA_KEY, header_nbytes
 from .index import CheckpointIndex, open_inside, read_index, without_garbage_collection
+from .json_values import JsonValue, cut_text, parse_json
+from .manifest import FileRecord
 from .metadata import StockPiece, read_metadata
 from .pickled import PickledArray
 from .pickles import read_arrays

@@ -14,9 +14,10 @@ from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatErro
 from .buffers import read_all
 from .digests import CHUNK_NBYTES, Chunk, chunk, chunks_of, new_digest
 from .entries import Entry, Stored
-from .format import DTYPE_NBYTES, LENGTH_NBYTES, FileRecord, Manifest
+from .format import DTYPE_NBYTES, LENGTH_NBYTES
 from .header import decode_header, decode_header_columns, header_nbytes
 from .index import CheckpointIndex, open_inside, read_damaged_manifest, read_manifest
+from .manifest import FileRecord, Manifest
 from .system_errors import describe_error, read_file, try_again
 
 Progress = Callable[[int, int], None]

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
-from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
+from .format import MANIFEST_NAME, PADDLE_METADATA_NAME
 from .index import CheckpointIndex
+from .json_values import JsonValue
 from .plan import Duplicate, ReadPlan, plan_whole
 from .read_lock import while_reading
 from .reader import differing_duplicates

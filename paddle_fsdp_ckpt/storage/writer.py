@@ -16,8 +16,9 @@ from .addresses import Places
 from .buffers import CACHED_NBYTES, as_bytes, in_groups, together, write_group
 from .digests import CHUNK_NBYTES, Digester
 from .direct import write_directly
-from .format import DTYPE_NBYTES, FileRecord
+from .format import DTYPE_NBYTES
 from .header import HeaderPart, encode_header_parts, encode_part, in_file_order
+from .manifest import FileRecord
 from .writeback import Writeback
 
 

@@ -27,7 +27,8 @@ from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.cli.show import show
 from paddle_fsdp_ckpt.export.text import Block, BlockReport, Table
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name
+from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.verify import verify
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name
+from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -21,7 +21,8 @@ from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.peft import export_peft
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME
+from paddle_fsdp_ckpt.storage.manifest import Manifest
 
 Ranks = Callable[[int], RankPool]
 

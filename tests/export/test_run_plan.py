@@ -23,9 +23,10 @@ from paddle_fsdp_ckpt.export.planning.plan import plan_run
 from paddle_fsdp_ckpt.export.planning.states import planned_states
 from paddle_fsdp_ckpt.optimizer_states import CATALOG
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import LENGTH_NBYTES, FileRecord
+from paddle_fsdp_ckpt.storage.format import LENGTH_NBYTES
 from paddle_fsdp_ckpt.storage.header import decode_header, encode_header, in_file_order
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex
+from paddle_fsdp_ckpt.storage.manifest import FileRecord
 from paddle_fsdp_ckpt.storage.plan import plan_read
 
 Ranks = Callable[[int], RankPool]

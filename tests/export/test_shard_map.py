@@ -20,7 +20,8 @@ from paddle_fsdp_ckpt.export.picture import draw
 from paddle_fsdp_ckpt.export.shard_map import read_shard_map
 from paddle_fsdp_ckpt.layout import FlatBuffer, Range
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name
+from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 Ranks = Callable[[int], RankPool]

@@ -23,8 +23,9 @@ from paddle_fsdp_ckpt.errors import IncompleteCheckpointError
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.commit import commit_checkpoint, heal_target
-from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, FileRecord, Manifest, rank_file_name, utc_now
+from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, rank_file_name
 from paddle_fsdp_ckpt.storage.index import read_manifest
+from paddle_fsdp_ckpt.storage.manifest import FileRecord, Manifest, utc_now
 from paddle_fsdp_ckpt.storage.verify import verify
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 

@@ -28,7 +28,8 @@ from paddle_fsdp_ckpt.manager.steps import (
     step_name,
     steps_aside,
 )
-from paddle_fsdp_ckpt.storage.format import Manifest, replaced_name, staging_name, utc_now
+from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
+from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY, bytes_piece
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 

@@ -16,8 +16,9 @@ from paddle_fsdp_ckpt.export.difference import compare
 from paddle_fsdp_ckpt.export.inspection import inspect
 from paddle_fsdp_ckpt.storage.base_parameter import BaseParameter
 from paddle_fsdp_ckpt.storage.checksums import sum_of_elements
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, Manifest
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME
 from paddle_fsdp_ckpt.storage.index import read_index
+from paddle_fsdp_ckpt.storage.manifest import Manifest
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]

@@ -13,7 +13,8 @@ import numpy as np
 
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
-from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, FileRecord, Manifest, rank_file_name, seal, utc_now
+from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name
+from paddle_fsdp_ckpt.storage.manifest import FileRecord, Manifest, seal, utc_now
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 Held = tuple[Piece, memoryview]

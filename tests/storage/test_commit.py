@@ -17,8 +17,9 @@ from checkpoints import ThreadRendezvous, cut, make_manifest, run_ranks, write_c
 
 from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, MismatchError, RankFailedError, TargetExistsError
 from paddle_fsdp_ckpt.storage.commit import commit_checkpoint, heal_target
-from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, FileRecord, Manifest, rank_file_name, replaced_name, staging_name
+from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, rank_file_name, replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex, read_index, read_manifest
+from paddle_fsdp_ckpt.storage.manifest import FileRecord, Manifest
 from paddle_fsdp_ckpt.storage.writer import write_rank_file
 
 NONCE = "0123456789abcdef"

@@ -8,16 +8,9 @@ import pytest
 from checkpoints import make_manifest, reseal
 
 from paddle_fsdp_ckpt.errors import CheckpointError, NewerFormatError, UnsafeCheckpointError
-from paddle_fsdp_ckpt.storage.format import (
-    FORMAT_VERSION,
-    FileRecord,
-    Manifest,
-    check_json,
-    parse_left_over,
-    rank_file_name,
-    replaced_name,
-    staging_name,
-)
+from paddle_fsdp_ckpt.storage.format import FORMAT_VERSION, parse_left_over, rank_file_name, replaced_name, staging_name
+from paddle_fsdp_ckpt.storage.json_values import check_json
+from paddle_fsdp_ckpt.storage.manifest import FileRecord, Manifest
 
 RECORDS = [
     FileRecord(rank_file_name(0), 1000, 3, "0123456789abcdef" * 2, 104),
@@ -65,7 +58,7 @@ def test_a_damaged_text_can_be_read_for_what_it_may_be_worth(manifest: Manifest)
 
 
 def test_a_manifest_beyond_its_bound_is_not_written(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> None:
-    monkeypatch.setattr("paddle_fsdp_ckpt.storage.format.MAX_MANIFEST_NBYTES", 500)
+    monkeypatch.setattr("paddle_fsdp_ckpt.storage.manifest.MAX_MANIFEST_NBYTES", 500)
     with pytest.raises(ValueError, match="500 are allowed; keep less in extra_state"):
         manifest.to_json()
 

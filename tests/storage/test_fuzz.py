@@ -22,9 +22,10 @@ from paddle_fsdp_ckpt import errors
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.storage.digests import Digester
-from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MANIFEST_NAME, FileRecord, Manifest
+from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES, MANIFEST_NAME
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES, decode_header, encode_header
 from paddle_fsdp_ckpt.storage.index import read_index
+from paddle_fsdp_ckpt.storage.manifest import FileRecord, Manifest
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read, verify_first
 from paddle_fsdp_ckpt.storage.salvage import salvage

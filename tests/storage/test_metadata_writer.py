@@ -22,8 +22,8 @@ from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, Lo
 from paddle_fsdp_ckpt.storage import flex
 from paddle_fsdp_ckpt.storage.columns import columns_of
 from paddle_fsdp_ckpt.storage.entries import Box, Entry
-from paddle_fsdp_ckpt.storage.format import FileRecord
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex
+from paddle_fsdp_ckpt.storage.manifest import FileRecord
 from paddle_fsdp_ckpt.storage.metadata import read_metadata
 from paddle_fsdp_ckpt.storage.metadata_writer import metadata_blocks
 from paddle_fsdp_ckpt.storage.table import PieceTable, table_of

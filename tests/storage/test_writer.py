@@ -18,8 +18,9 @@ from xxhash import xxh3_64_hexdigest
 from paddle_fsdp_ckpt.layout import Range
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.buffers import CACHED_NBYTES
-from paddle_fsdp_ckpt.storage.format import DTYPE_CODES, DTYPE_NBYTES, FileRecord
+from paddle_fsdp_ckpt.storage.format import DTYPE_CODES, DTYPE_NBYTES
 from paddle_fsdp_ckpt.storage.header import LENGTH_NBYTES
+from paddle_fsdp_ckpt.storage.manifest import FileRecord
 from paddle_fsdp_ckpt.storage.writer import plan_file, write_rank_file
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from ...errors import CheckpointError, counted, size_text
 from ...layout import ITEM_SIZES, Layout
 from ...optimizer_states import StateKind
-from ...storage.format import DTYPE_NBYTES, JsonValue
+from ...storage.format import DTYPE_NBYTES
 from ...storage.header import encode_header, in_file_order
+from ...storage.json_values import JsonValue
 from ..config import TIED, ModelConfig, read_config
 from ..text import Block, BlockReport, Table
 from .architecture import PlannedUnit, planned_units

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, listing
-from ...storage.format import JsonValue, cut_text, parse_json
+from ...storage.json_values import JsonValue, cut_text, parse_json
 from ..config import CONFIG_NAME, ModelConfig
 from .llama import LLAMA
 from .qwen2 import QWEN2, QWEN2_MOE
