@@ -17,7 +17,7 @@ from ..errors import CorruptCheckpointError, MismatchError, RankFailedError, lis
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import WholeParameter, optimizer_list, states_restored_on_error
-from ..optim.registry import MASTER_WEIGHT_KEY
+from ..optimizer_states import is_master_weight
 from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
 from ..storage.agreement import COORDINATOR, exchange
@@ -33,6 +33,7 @@ from .options import PARTS, PATTERNS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
 from .report import LoadNotes, LoadReport, merge_notes
+from .ways_out import with_words_on_masters
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -161,7 +162,7 @@ def load(
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
-    if plan.subjects.model is None and any(key.endswith(f".{MASTER_WEIGHT_KEY}") for key in plan.index.stored):
+    if plan.subjects.model is None and any(map(is_master_weight, plan.index.stored)):
         differences.append(
             "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
             "checkpoint's"
@@ -196,7 +197,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
         ("path", "model and optimizers", "checkpoint", "options"), zip(*(one["alike"] for one in ranks), strict=True), strict=True
     ):
         check_same("load", what, values, "nothing was changed", shown=what == "path")
-    problems = merge_problems(Path(ranks[0]["alike"][0]), [one["problems"] for one in ranks])
+    problems = with_words_on_masters(merge_problems(Path(ranks[0]["alike"][0]), [one["problems"] for one in ranks]))
     other = other_base(subjects, _base_parts(subjects, plan), [one["base"] for one in ranks], plan.base) if plan.base else []
     if other and not plan.options.allow_other_base:
         problems = replace(problems, others=(*problems.others, OtherProblem(say_other_base(other, len(plan.base)))))

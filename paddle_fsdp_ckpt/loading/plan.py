@@ -11,7 +11,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import IncompleteCheckpointError, MismatchError, listing
 from ..optim import entry_of
-from ..optim.registry import MASTER_WEIGHT_KEY
+from ..optimizer_states import MASTER_WEIGHT_KEY
 from ..progress import ProgressLine
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
