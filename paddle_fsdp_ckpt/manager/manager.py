@@ -379,6 +379,8 @@ class CheckpointManager:
         self._meetings.meet("check", check, check_same_restore)
         state = checked[0]
         step = None if step is None else whole_number(step, "step", 0)
+        if step is not None:
+            self._steps.check_can_be_restored(step)
         restoring = Restoring(
             self._where, self._steps.root, self._meetings.rendezvous, self._meetings.next_token("restore"), self._meetings.timeout_seconds
         )
