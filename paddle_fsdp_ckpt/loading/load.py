@@ -29,6 +29,7 @@ from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Models, Stepper, Subjects, check_subjects
 from ..warn import warn_caller
+from .besides import say_all_not_restored
 from .options import PARTS, PATTERNS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
@@ -211,6 +212,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
 
 def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: list[str], other_base: list[str]) -> LoadReport:
     run, options = plan.run, plan.options
+    optimizers = [] if plan.index.manifest is None else plan.index.manifest.optimizers
     given = [f"{name}={one!r}" for name in PATTERNS for one in getattr(options, name)]
     return LoadReport(
         plan.index.path,
@@ -233,6 +235,7 @@ def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: lis
         damaged=plan.damaged,
         base=sorted(plan.base),
         other_base=other_base,
+        not_restored=say_all_not_restored(plan.besides, plan.index.path, optimizers, parts),
         unused_options=[one for one in given if one not in notes.used_options] + [f"key_map={one!r}" for one in plan.unused_prefixes],
     )
 
