@@ -20,9 +20,11 @@ from ..storage.casts import can_cast, may_round
 from ..storage.flex import piece_of
 from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
+from ..storage.key_names import RESERVED_PREFIX
 from ..storage.plan import plan_read
 from ..storage.problems import OtherProblem, ReadProblems
 from ..storage.reader import verify_first
+from ..storage.reserved_keys import without_reserved
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import ModelTensors, Stepper, Subjects
@@ -55,7 +57,8 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: Pr
     names = subjects.model_keys().union(*(one.names for one in subjects.steppers))
     mapped = map_names(options.key_map, names)
     index, damaged = _open(path, options)
-    saved = rename_checkpoint(index, read_saved_run(index), damaged, {name: mapped.get(name, name) for name in names})
+    lacking = [name for name in damaged if not name.startswith(RESERVED_PREFIX)]
+    saved = rename_checkpoint(index, read_saved_run(index), lacking, {name: mapped.get(name, name) for name in names})
     exact = None if damaged or mapped else plan_exact_load(index, saved.run, subjects, options)
     if exact is not None:
         return exact
@@ -71,7 +74,7 @@ def _open(path: Path, options: LoadOptions) -> tuple[CheckpointIndex, dict[str, 
         return open_index(path), {}
     report = salvage(path)
     manifest = {MANIFEST_NAME: report.manifest_problem} if report.manifest_problem is not None else {}
-    return report.index, {**report.damaged, **report.unreadable, **manifest}
+    return without_reserved(report.index), {**report.damaged, **report.unreadable, **manifest}
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
 from ..storage.casts import read_cast
 from ..storage.index import CheckpointIndex
+from ..storage.key_names import RESERVED_PREFIX
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems
 from ..storage.ranges import FileRanges
@@ -141,12 +142,12 @@ class LoadPlan:
 
     @property
     def damage(self) -> str:
-        """What is damaged, as a sentence for an error; empty where nothing is."""
-        if not self.damaged:
+        """What is damaged that objects have, as a sentence for an error; empty where nothing is."""
+        damaged = [name for name in self.damaged if not name.startswith(RESERVED_PREFIX)]
+        if not damaged:
             return ""
         return (
-            f"\n{len(self.damaged)} keys or files of it are damaged, and count as missing: {listing(self.damaged)}; allow_missing says "
-            "which may be"
+            f"\n{len(damaged)} keys or files of it are damaged, and count as missing: {listing(damaged)}; allow_missing says which may be"
         )
 
     def digest(self) -> str:
