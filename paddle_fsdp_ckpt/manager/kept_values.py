@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 from ..storage.agreement import COORDINATOR
 from ..storage.format import Manifest
 from ..storage.key_names import say_key
@@ -16,6 +16,13 @@ from .extra_state import decode_extra_state
 
 DAMAGED = (CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError)
 """The errors that say that a step is damaged, rather than that it doesn't fit."""
+
+
+def say_damage(error: CheckpointError, path: Path) -> str:
+    """Return what an error says is wrong with a step, without what it says of the way out, since that step is taken all the same."""
+    text = str(error)
+    end = text.find("; ", text.rfind(str(path)) + len(str(path)))
+    return text if end < 0 else text[:end]
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class _Reading:
     def _lose(self, key: str, error: CorruptCheckpointError | IncompleteCheckpointError | UnsafeCheckpointError) -> None:
         if not self.salvage:
             raise error
-        self.lost[key] = str(error)
+        self.lost[key] = say_damage(error, self.path)
 
 
 def _decoded(path: Path, key: str, encoded: bytearray, fields: set[str]) -> dict[str, Any]:

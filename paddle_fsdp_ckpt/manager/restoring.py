@@ -125,7 +125,7 @@ class Restoring:
         fell_back_from: dict[int, str] = {}
         for number, step in enumerate(candidates):
             try:
-                saved, report, differences, lost = self._restore_step(step, state, random_state, model, optimizer, options)
+                saved, report, differences = self._restore_step(step, state, random_state, model, optimizer, options)
             except CheckpointError as error:
                 before = [one for one in candidates[number + 1 :] if step_name(one) not in self.root.skipped][:1]
                 if not self._is_damaged(step, error):
@@ -145,13 +145,13 @@ class Restoring:
                 differences,
                 saved.not_asked_for,
                 saved.metrics,
-                lost,
+                saved.lost,
             )
         return None
 
     def _restore_step(
         self, step: int, state: TrainerState, random_state: bool, model: Any, optimizer: Any, options: Mapping[str, Any]
-    ) -> tuple[SavedState, LoadReport, list[str], list[str]]:
+    ) -> tuple[SavedState, LoadReport, list[str]]:
         path = self.where / step_name(step)
         reason = self.root.skipped.get(step_name(step))
         if reason is not None:
@@ -163,7 +163,7 @@ class Restoring:
 
     def _restore_from(
         self, path: Path, step: int, state: TrainerState, random_state: bool, model: Any, optimizer: Any, options: Mapping[str, Any]
-    ) -> tuple[SavedState, LoadReport, list[str], list[str]]:
+    ) -> tuple[SavedState, LoadReport, list[str]]:
         token = f"{self.token}/{step}"
         read: list[SavedState] = []
         rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
@@ -183,10 +183,10 @@ class Restoring:
                     f"'{path}' says that it is step {saved.manifest.step}: somebody renamed it. Give it its name back, or remove it"
                 )
             read.append(saved)
-            return [step, saved.digest(), sorted(state.sharded), saved.sharded, saved.lost]
+            return [step, saved.digest(), sorted(state.sharded), saved.sharded, saved.not_asked_for, saved.lost]
 
-        lost: list[str] = exchange(self.rendezvous, f"{token}/prepare", prepare, _judge, self.timeout_seconds)
-        saved = read[0]
+        not_asked_for, lost = exchange(self.rendezvous, f"{token}/prepare", prepare, _judge, self.timeout_seconds)
+        saved = replace(read[0], not_asked_for=not_asked_for, lost=lost)
         loaded = load(
             path,
             **{"verify_first": options.get("check_digests", True), "timeout_seconds": self.timeout_seconds, **options},
@@ -207,7 +207,7 @@ class Restoring:
                 raise CorruptCheckpointError(text).with_traceback(error.__traceback__) from None
 
         exchange(self.rendezvous, f"{token}/finish", finish, lambda _: None, self.timeout_seconds)
-        return saved, report, differences, lost
+        return saved, report, differences
 
     def _is_damaged(self, step: int, error: CheckpointError) -> bool:
         """Tell whether any rank found the step damaged, rather than that it doesn't fit; the same on all ranks."""
@@ -226,10 +226,10 @@ def _with_way_out(error: CheckpointError, step: int, before: Sequence[int]) -> C
     )
 
 
-def _judge(ranks: list[JsonValue]) -> list[str]:
-    """Return all that is lost, once all ranks read the same step and it holds what they want."""
+def _judge(ranks: list[JsonValue]) -> JsonValue:
+    """Return what is not asked for and what is lost on any rank, once all read the same step and it holds what they want."""
     _check_same_restore(ranks)
-    return list(dict.fromkeys(text for one in ranks for text in one[4]))
+    return [list(dict.fromkeys(text for one in ranks for text in one[which])) for which in (4, 5)]
 
 
 def _check_same_restore(ranks: list[JsonValue]) -> None:

@@ -39,7 +39,7 @@ from ..storage.reader import execute_read, verify_first
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, is_sharded_key, key_of_sharded, rank_key, sharded_key, sharded_keys
 from ..storage.salvage import salvage as salvage_checkpoint
 from .extra_state import encode_extra_state
-from .kept_values import DAMAGED, KeptValues, read_kept_values
+from .kept_values import DAMAGED, KeptValues, read_kept_values, say_damage
 from .random_state import capture_random_state, random_state_for, restore_random_state
 from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
 
@@ -160,9 +160,9 @@ class SavedState:
         grad_scalers: the same of scalers.
         reads: of the sharded tensors; None where none were given.
         sharded: all such keys in the checkpoint; empty where none were given.
-        not_asked_for: in words, what is in the checkpoint and was not given to be restored.
+        not_asked_for: in words, what is in the checkpoint and was not given to be restored, as far as this rank knows.
         metrics: the step's.
-        lost: in words, what of all this is damaged and was left out, and what becomes of it.
+        lost: in words, what of all this is damaged and was left out, and what becomes of it, as far as this rank looked.
         is_manifest_damaged: whether what the manifest says may be wrong.
     """
 
@@ -273,26 +273,23 @@ def _read_manifest(path: Path, *, salvage: bool) -> tuple[Manifest, list[str]]:
         if not salvage:
             raise
         try:
-            return read_damaged_manifest(path), [f"step, extra_state and settings of optimizers may be wrong: {error}"]
+            return read_damaged_manifest(path), [f"step, extra_state and settings may be wrong, since {say_damage(error, path)}"]
         except CheckpointError:
             raise error from None
 
 
 def _say_lost(kept: KeptValues, manifest: Manifest, *, has_random_state: bool, random_state: bool) -> list[str]:
     """Say what can't be read of what the manager kept, and what becomes of it."""
-    of_rank = "its rank_state is lost"
-    if random_state:
-        of_rank += ", and " + (
-            "random number generators go on from what other ranks kept"
-            if has_random_state
-            else "random number generators were left as they are"
-        )
+    generators = (
+        "random number generators go on from what other ranks kept" if has_random_state else "random number generators stay as they are"
+    )
+    of_rank = f"its rank_state is lost, and {generators}" if random_state else "its rank_state is lost"
     extra = "extra_state is None" if manifest.extra_state is None else "extra_state is taken from the manifest"
     effects = {
-        COMMON_KEY: f"{extra}, and schedulers and scalers were left as they are, but for the schedulers of optimizers that were loaded",
+        COMMON_KEY: f"{extra}, and schedulers and scalers stay as they are, but for schedulers of optimizers that are loaded",
         METRICS_KEY: "no metrics are known",
     }
-    return [f"{say_key(key)} can't be read, and {effects.get(key, of_rank)}: {why}" for key, why in kept.lost.items()]
+    return [f"{say_key(key)} can't be read, since {why}; {effects.get(key, of_rank)}" for key, why in kept.lost.items()]
 
 
 def _random_state(
