@@ -281,7 +281,9 @@ def _read_manifest(path: Path, *, salvage: bool) -> tuple[Manifest, list[str]]:
 def _say_lost(kept: KeptValues, manifest: Manifest, *, has_random_state: bool, random_state: bool) -> list[str]:
     """Say what can't be read of what the manager kept, and what becomes of it."""
     generators = (
-        "random number generators go on from what other ranks kept" if has_random_state else "random number generators stay as they are"
+        "its random number generators go on from what other ranks kept"
+        if has_random_state
+        else "its random number generators stay as they are"
     )
     of_rank = f"its rank_state is lost, and {generators}" if random_state else "its rank_state is lost"
     extra = "extra_state is None" if manifest.extra_state is None else "extra_state is taken from the manifest"
