@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import paddle
 
-from ..errors import listing
+from ..errors import counted, listing
 from ..host_memory import destinations
 from ..meeting import digest_of
 from ..pieces import Piece
@@ -146,9 +146,8 @@ class LoadPlan:
         damaged = [name for name in self.damaged if not name.startswith(RESERVED_PREFIX)]
         if not damaged:
             return ""
-        return (
-            f"\n{len(damaged)} keys or files of it are damaged, and count as missing: {listing(damaged)}; allow_missing says which may be"
-        )
+        what = counted(len(damaged), "key or file of it is", "keys or files of it are")
+        return f"\n{what} damaged; what is lost counts as missing: {listing(damaged)}; allow_missing says which may be"
 
     def digest(self) -> str:
         """Return a digest that two ranks have alike only where they see the same checkpoint, with the same damage."""

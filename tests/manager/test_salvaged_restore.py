@@ -167,7 +167,7 @@ def test_the_header_of_the_first_file_is_damaged(saved: Saved, root: Path, ranks
     flip_at(root / STEP / "0_0.safetensors", 30)
     for kind, text, is_same in on(ranks(world_size), cases.restore_badly, str(root), salvage=True):
         assert kind == "MismatchError" and "'first.weight'" in text and is_same
-        assert "1 keys or files of it are damaged" in text and "@paddle_fsdp_ckpt" not in text
+        assert "1 key or file of it is damaged" in text and "@paddle_fsdp_ckpt" not in text
     found = on(ranks(world_size), cases.restore, str(root), allow_missing=["first.*"])
     assert_told(found, "what the manager kept beside the model", "the metrics", "what the manager kept of rank 0 alone")
     for one in found:
