@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class _Pair:
     target: SteppedParameter
     source: SteppedParameter
 
-    @property
+    @cached_property
     def needs_gather(self) -> bool:
         """Whether ranks lack values of the model's parameter that they need; the same on all ranks."""
         target, source = self.target, self.source

@@ -391,11 +391,13 @@ class Runtime:
         try:
             yield
         finally:
+            by_unit: dict[int, list[ParameterShard]] = {}
             for shard in fresh:
                 shard.hide_local()
                 self._showing_local.discard(shard.index)
-            for unit in {shard.unit.index: shard.unit for shard in fresh}.values():
-                unit.changed([shard for shard in fresh if shard.unit is unit])
+                by_unit.setdefault(shard.unit.index, []).append(shard)
+            for own in by_unit.values():
+                own[0].unit.changed(own)
 
     def shows_local(self, shard: ParameterShard) -> bool:
         """Tell whether a parameter is this rank's piece at the moment, by :meth:`showing_local`."""
