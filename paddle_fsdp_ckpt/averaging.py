@@ -24,10 +24,10 @@ _IN_16_BITS = ("float16", "bfloat16")
 def update_average(average: nn.Layer, model: nn.Layer, weight: float, *, optimizer: Any = None) -> None:
     """Move each parameter of a second model towards that of the trained one: ``average += weight * (value - average)``.
 
-    All ranks must call it, once a step, behind ``step()`` and ``clear_grad()``. It computes in the dtype of the average's parameter, for which float32 is right:
-    one of 16 bits is moved in float32 and rounded, so that small steps are lost, of which it warns. A ``weight`` of 1 copies. Where a
-    parameter is cut at the same places in both models each rank works on its piece; of others the model's flat buffers are
-    gathered, one at a time.
+    All ranks must call it, once a step, behind ``step()`` and ``clear_grad()``. It computes in the dtype of the average's parameter, for
+    which float32 is right: one of 16 bits is moved in float32 and rounded, so that small steps are lost, of which it warns. A ``weight``
+    of 1 copies. Where a parameter is cut at the same places in both models each rank works on its piece; of others the model's flat
+    buffers are gathered, one at a time.
 
     Persistable buffers are copied: running statistics are averages already, and counters can't be averaged.
 
