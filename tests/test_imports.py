@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "progress": (),
     "warn": (),
     FACE: (
+        "averaging",
         "errors",
         "fsdp",
         "gather",
@@ -63,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gather": (*_RUNTIME, "shardings", "subjects", "host_memory", "storage"),
     "gather_states": (*_RUNTIME, "gather", "subjects"),
     "scatter": (*_RUNTIME, "shardings", "subjects"),
+    "averaging": (*_RUNTIME, "shardings", "subjects"),
     "unsharding": (*_RUNTIME, "gather_states", "optimizer_states"),
     "storage": _NOUNS,
     "host_memory": ("errors",),
