@@ -15,11 +15,11 @@ from ..storage.read_lock import while_reading
 from ..storage.stock import open_index
 from .config import ModelConfig, companion_files, read_config
 from .contents import Contents, contents_of
-from .lora import fits_recipe, is_lora_key, unwrapped, weight_names, without_lora
+from .lora import fits_recipe, fits_spelled, is_lora_key, unwrapped, weight_names, without_lora
 from .merging import MergingReader, adapted_model
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
-from .one_model import open_model
+from .one_model import check_one_model, open_model
 from .optimizer_tensors import OPTIMIZER_DIRECTORY, optimizer_tensors, write_optimizer
 from .output import OutputTensor
 from .recipes import AUTO, choose_recipe
@@ -133,7 +133,11 @@ def export_huggingface(
     index = open_model(Path(path), model_name)
     contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
-    chosen = spelled_for(choose_recipe(recipe, model_config), [*without_lora(contents).model, *weight_names(index)])
+    names = [*without_lora(contents).model, *weight_names(index)]
+    family = choose_recipe(recipe, model_config)
+    if model_name is None:
+        check_one_model(index.path, names, lambda some: fits_spelled(family, some, is_wrapped=base is not None or merge_lora))
+    chosen = spelled_for(family, names)
     adapted = None
     if optimizer and (base is not None or merge_lora):
         raise CheckpointError(
