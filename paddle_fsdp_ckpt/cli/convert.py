@@ -45,7 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--master-weights", action="store_true", help="hf: take values from the optimizer's master weights, where there are"
     )
     parser.add_argument(
-        "--base", metavar="DIR", help="hf: a checkpoint or Hugging Face model with the base of the LoRA adapters, to merge them into"
+        "--base", metavar="DIR", help="hf: the base of the LoRA adapters, to merge them into: a checkpoint, or a Hugging Face model"
     )
     parser.add_argument("--merge-lora", action="store_true", help="hf: merge the LoRA adapters in DIR into the weights there")
     parser.add_argument("--allow-other-base", action="store_true", help="hf: merge into another base than the one of the adapters")

@@ -20,6 +20,7 @@ from option_cases import (
     load_parts,
     masters_follow,
     number_name,
+    one_of_a_model_and_its_average,
     refused,
 )
 from strict_cases import save_base
@@ -318,3 +319,19 @@ def test_a_name_of_the_model_that_the_checkpoint_has_for_something_else(saved: S
     assert_values(after, values | {"head.weight": values["head.weight"] + 1})
     assert report.unexpected == sorted(key for key in values if key.startswith("head.weight"))
     assert report.mapped == {"head.weight": "other.weight"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_optimizer", "offered", "is_trained"),
+    [
+        ("float32", False, "key_map={'': 'ema.'} (or 'model.') and", False),
+        ("float64", False, "key_map={'': 'model.'} and", True),
+        ("float32", True, "key_map={'': 'model.'} and", True),
+    ],
+)
+def test_one_of_a_model_and_its_average(
+    dtype: str, with_optimizer: bool, offered: str, is_trained: bool, tmp_path: Path, ranks: Ranks
+) -> None:
+    ((message, loaded),) = ranks(1).run(one_of_a_model_and_its_average, str(tmp_path / "saved"), dtype, with_optimizer)
+    assert offered in message
+    assert loaded == is_trained
