@@ -81,6 +81,32 @@ class Renamed(Tied):
         return super().forward(tokens)
 
 
+class ByItself(Tied):
+    """The same without a second name for the embedding, which it looks up for its head."""
+
+    EMBEDDING = "embed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = self.embed
+        del self.embed, self.out
+        self.add_sublayer(self.EMBEDDING, embedding)
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        embedding = self._sub_layers[self.EMBEDDING]
+        x = embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + paddle.matmul(x, embedding(paddle.arange(VOCABULARY)), transpose_y=True)
+
+
+class BackwardsByItself(ByItself):
+    """Of which checkpoints of Backwards have the states under the name that it lacks."""
+
+    EMBEDDING = "zembed"
+
+
+MODELS.update({"by itself": ByItself, "backwards by itself": BackwardsByItself})
 MODELS.update({"counting": Counting, "measuring": Measuring, "backwards": Backwards, "grown": Grown, "renamed": Renamed})
 
 
