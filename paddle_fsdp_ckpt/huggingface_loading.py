@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paddle import nn
 
-from .errors import MismatchError, RankFailedError, ShardingError, counted, listing
+from .errors import FEW, MismatchError, RankFailedError, ShardingError, counted, listing
 from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
@@ -145,6 +145,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     targets: list[TensorTarget] = []
     tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
     problems: list[str] = []
+    other_dtypes: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         found: list[tuple[TensorSource, ...]] = []
         for key in tensor.names:
@@ -159,13 +160,14 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
             sources = tuple(apply_rule(rule, values, whole, config))
             if head is not None:
                 sources = tuple(replace(source, name=head.tensor) for source in sources)
-            problems += _problems(index, key, tensor.dtype, sources, cast=cast)
+            problems += _problems(index, key, tensor.dtype, sources, other_dtypes, cast=cast)
             if sources:
                 found.append(sources)
         if found:
             targets.append(TensorTarget(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
             tied += [(found[0], other) for other in found[1:]]
             kept.difference_update(tensor.names)  # another name of the same tensor, which is loaded
+    problems += _say_dtypes(other_dtypes)
     if problems:
         raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}{offer_missing(refused, keys)}")
     if kept and not targets:
@@ -301,15 +303,33 @@ def _heads(
     return found
 
 
-def _problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
+def _problems(
+    index: CheckpointIndex,
+    key: str,
+    dtype: str,
+    sources: Sequence[TensorSource],
+    other_dtypes: dict[tuple[str, str], list[str]],
+    *,
+    cast: bool,
+) -> Iterator[str]:
+    """Yield what is wrong with what a key comes from; where it is the dtype, add the key to those of the same two."""
     for source in sources:
         stored, shape = index.dtypes[source.name], index.global_shape(source.name)
         if shape != source.shape:
             yield f"'{key}' needs '{source.name}' of shape {list(source.shape)}, and it has {list(shape)}"
         if stored != dtype and not (cast and can_cast(stored, dtype)):
-            yield f"'{key}' is {dtype}, and '{source.name}' {stored}" + (" (cast=True converts)" if can_cast(stored, dtype) else "")
+            keys = other_dtypes.setdefault((dtype, stored), [])
+            keys += [] if key in keys[-1:] else [key]
         if stored != index.dtypes.get(sources[0].name):
             yield f"'{key}' is made of tensors of several dtypes"
+
+
+def _say_dtypes(other_dtypes: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[str]:
+    for (dtype, stored), keys in other_dtypes.items():
+        what = f"{counted(len(keys), 'key is', 'keys are')} {dtype} in the model and {stored} in the files"
+        castable = f" (cast=True converts {'it' if len(keys) == 1 else 'them'})" if can_cast(stored, dtype) else ""
+        named = listing((f"'{key}'" for key in keys), FEW)
+        yield f"{what}{castable}: {named}"
 
 
 def _check_alike(plan: _Plan, ranks: list[JsonValue]) -> None:

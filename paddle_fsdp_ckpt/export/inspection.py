@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing, size_text
+from ..errors import FEW, CheckpointError, IncompleteCheckpointError, counted, listing, size_text
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES, JsonValue
 from ..storage.index import CheckpointIndex
@@ -274,7 +274,7 @@ def _inspect(
     like = {pattern: set(fnmatch.filter(listed, pattern)) for pattern in patterns}
     for pattern, some in like.items():
         if not some:
-            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
+            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed, FEW)}")
     chosen = [key for key in listed if any(key in some for some in like.values())]
     uncovered = plan_whole(index, index.keys()).problems.uncovered
     faults = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
+from ..errors import FEW, CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME, JsonValue
 from .index import CheckpointIndex, has_lost_manifest, say_lost_manifest
 from .plan import Duplicate, ReadPlan, plan_whole
@@ -165,7 +165,7 @@ def _say_damage(one: FileSurvey) -> str:
         return f"{text}. {ONLY_STOCK_READS}"
     if one.entries is None:
         return f"{text}. That is its header too, so which keys it holds can't be told"
-    return f"{text}. They hold {_quoted(keys_in_damage(one)) or 'no values'}"
+    return f"{text}. They hold {_held(keys_in_damage(one))}"
 
 
 def keys_in_damage(one: FileSurvey) -> list[str]:
@@ -220,6 +220,14 @@ def _verify_stock(path: Path) -> VerifyReport:
         return VerifyReport(path, kind, None, None, 0, 0, (Finding(_DIRECTORY, str(error)),), not_checked)
     nbytes = sum(one.size for one in index.files)
     return VerifyReport(path, kind, None, len(index.files), len(index), nbytes, tuple(findings), not_checked)
+
+
+def _held(keys: Sequence[str]) -> str:
+    """Say of which keys there are values; of many, how many."""
+    if not keys:
+        return "no values"
+    count = f"{counted(len(keys), 'key')}: " if len(keys) > FEW else ""
+    return count + listing((f"'{key}'" for key in keys), FEW)
 
 
 def _quoted(keys: Iterable[str]) -> str:

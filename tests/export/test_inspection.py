@@ -73,6 +73,8 @@ def test_keys_and_ranges(tmp_path: Path, ranks: Ranks) -> None:
     assert names == [f"layers.{i}.{name}" for i in (1, 2, 10) for name in ("w9", "w10")]
     with pytest.raises(IncompleteCheckpointError, match="no key of the form 'x'; it has b, w"):
         inspect(tmp_path / "saved", keys="x")
+    with pytest.raises(IncompleteCheckpointError, match=r"it has layers\.1\.w9, .*, layers\.10\.w9, \.\.\. \(1 more\)$"):
+        inspect(tmp_path / "numbers", keys="x")
 
 
 def test_statistics(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,13 @@ def test_files_that_disagree_about_tensors_are_named_for_each(tmp_path: Path) ->
     assert sum("the files are not of one save" in text for text in texts) == 2
 
 
+def test_of_many_keys_in_a_damaged_chunk_a_few_are_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "step", [[cut(f"key{number}", SMALL) for number in range(9)]])
+    flip(path / "0_0.safetensors", position_of(path, "key3", "0_0.safetensors"))
+    (text,) = found(verify(path))
+    assert text.endswith("They hold 9 keys: 'key0', 'key1', 'key2', 'key3', 'key4', ... (4 more)")
+
+
 def test_what_the_system_can_not_read_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
