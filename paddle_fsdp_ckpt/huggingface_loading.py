@@ -17,7 +17,7 @@ from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
-from .export.recipes.rules import Rule, TensorSource, apply_rule
+from .export.recipes.rules import Recipe, Rule, TensorSource, apply_rule
 from .export.recipes.spelling import check_layout, spelled_for
 from .fsdp import dtype_name
 from .huggingface_allowed import Allowed, check_allowed, offer_missing, offer_unexpected, rules_of
@@ -176,6 +176,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
         _check_same_values(index, first, others)
     used = {source.name for target in targets for source in target.sources} | {source.name for _, others in tied for source in others}
     used |= {head.own_tensor for key, head in heads.items() if key not in kept}
+    used |= _tied_besides(index, chosen, rules, config)
     unused = sorted(name for name in index.stored if name not in used and not name.endswith(COMPUTED))
     left_out = tuple(name for name in unused if allowed.unexpected.match(name))
     count = len({source.name for target in targets for source in target.sources})
@@ -301,6 +302,20 @@ def _heads(
             raise MismatchError(f"'{head.own_tensor}' and '{head.tensor}' have other values, and {who}; nothing was changed")
         found[key] = head
     return found
+
+
+def _tied_besides(
+    index: CheckpointIndex, recipe: Recipe, rules: Mapping[str, tuple[Rule, dict[str, str]]], config: ModelConfig | None
+) -> set[str]:
+    """Return the names of tensors for heads that the model lacks, and that are the embedding by configuration and values."""
+    if config is None or config.get(TIED) is not True:
+        return set()
+    heads = {
+        rule.target_name({}): rules[rule.tied_to][0].target_name({})
+        for rule in recipe.rules
+        if rule.tied_to is not None and rule.tied_to in rules and rule.source not in rules
+    }
+    return {name for name, other in heads.items() if name in index and other in index and have_same_values(index, [name, other])}
 
 
 def _problems(
