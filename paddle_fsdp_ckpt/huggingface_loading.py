@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from paddle import nn
 
-from .errors import MismatchError, RankFailedError, ShardingError, counted, listing
-from .export.config import CONFIG_NAME, read_config
+from .errors import FEW, MismatchError, RankFailedError, ShardingError, counted, listing
+from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
-from .export.recipes.rules import TensorSource
+from .export.recipes.rules import Recipe, Rule, TensorSource
 from .export.recipes.spelling import check_layout, spelled_for
 from .fsdp import dtype_name
 from .huggingface_allowed import Allowed, check_allowed, offer_kept, offer_unexpected, rules_of
@@ -155,6 +155,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     targets: list[TensorTarget] = []
     tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
     problems: list[str] = []
+    other_dtypes: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         if tensor.names[0] in left:
             continue
@@ -166,13 +167,14 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
                 problems += [f"'{key}' needs '{name}', which is missing" for name in lacking[key]]
                 continue
             sources, _, differences = origins[key]
-            problems += [*differences, *_dtype_problems(index, key, tensor.dtype, sources, cast=cast)]
+            problems += [*differences, *_problems(index, key, tensor.dtype, sources, other_dtypes, cast=cast)]
             if sources:
                 found.append(sources)
         if found:
             targets.append(TensorTarget(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
             tied += [(found[0], other) for other in found[1:]]
             kept.difference_update(tensor.names)  # another name of the same tensor, which is loaded
+    problems += _say_dtypes(other_dtypes)
     if problems:
         refused = [key for key in lacking if key not in kept and key not in left]
         of_other_shape = [key for key in differing if key not in reshaped]
@@ -187,6 +189,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
         _check_same_values(index, first, also)
     used = {source.name for target in targets for source in target.sources} | {source.name for _, also in tied for source in also}
     used |= {head.own_tensor for key, head in heads.items() if key not in kept}
+    used |= _tied_besides(index, chosen, rules, config)
     used |= {name for key in left.intersection(origins) for name in origins[key].stored}
     unused = sorted(name for name in index.stored if name not in used and not name.endswith(COMPUTED))
     left_out = tuple(name for name in unused if allowed.unexpected.match(name))
@@ -262,13 +265,45 @@ def _check_same_values(index: CheckpointIndex, sources: Sequence[TensorSource], 
         )
 
 
-def _dtype_problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
+def _tied_besides(
+    index: CheckpointIndex, recipe: Recipe, rules: Mapping[str, tuple[Rule, dict[str, str]]], config: ModelConfig | None
+) -> set[str]:
+    """Return the names of tensors for heads that the model lacks, and that are the embedding by configuration and values."""
+    if config is None or config.get(TIED) is not True:
+        return set()
+    heads = {
+        rule.target_name({}): rules[rule.tied_to][0].target_name({})
+        for rule in recipe.rules
+        if rule.tied_to is not None and rule.tied_to in rules and rule.source not in rules
+    }
+    return {name for name, other in heads.items() if name in index and other in index and have_same_values(index, [name, other])}
+
+
+def _problems(
+    index: CheckpointIndex,
+    key: str,
+    dtype: str,
+    sources: Sequence[TensorSource],
+    other_dtypes: dict[tuple[str, str], list[str]],
+    *,
+    cast: bool,
+) -> Iterator[str]:
+    """Yield what is wrong with what a key comes from, its shape aside; where it is the dtype, add the key to those of the same two."""
     for source in sources:
         stored = index.dtypes[source.name]
         if stored != dtype and not (cast and can_cast(stored, dtype)):
-            yield f"'{key}' is {dtype}, and '{source.name}' {stored}" + (" (cast=True converts)" if can_cast(stored, dtype) else "")
+            keys = other_dtypes.setdefault((dtype, stored), [])
+            keys += [] if key in keys[-1:] else [key]
         if stored != index.dtypes.get(sources[0].name):
             yield f"'{key}' is made of tensors of several dtypes"
+
+
+def _say_dtypes(other_dtypes: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[str]:
+    for (dtype, stored), keys in other_dtypes.items():
+        what = f"{counted(len(keys), 'key is', 'keys are')} {dtype} in the model and {stored} in the files"
+        castable = f" (cast=True converts {'it' if len(keys) == 1 else 'them'})" if can_cast(stored, dtype) else ""
+        named = listing((f"'{key}'" for key in keys), FEW)
+        yield f"{what}{castable}: {named}"
 
 
 def _check_alike(plan: _Plan, ranks: list[JsonValue]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing, size_text
+from ..errors import FEW, CheckpointError, IncompleteCheckpointError, counted, listing, size_text
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
@@ -20,6 +20,8 @@ from ..storage.plan import plan_whole
 from ..storage.read_lock import while_reading
 from ..storage.reserved_keys import METRICS_KEY
 from ..storage.stock import open_index
+from ..storage.survey import look_at
+from ..storage.verify import ONLY_STOCK_READS
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of, patterns_of
 from .facts import read_metrics
 from .optimizer_description import Optimizer, described_optimizer
@@ -87,6 +89,7 @@ class Inspection(BlockReport):
         has_digests: whether the values can be checked.
         extra_state: the caller's own, where it is plain JSON.
         metrics: what a manager was given as such, by name.
+        faults: what is wrong besides, in words.
     """
 
     path: Path
@@ -106,11 +109,19 @@ class Inspection(BlockReport):
     has_digests: bool
     extra_state: JsonValue
     metrics: dict[str, float]
+    faults: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
-        """Whether every key is whole."""
-        return not self.problems
+        """Whether every key is whole, and nothing else is wrong."""
+        return not (self.problems or self.faults)
+
+    @property
+    def health(self) -> str:
+        """What is wrong, in a few words."""
+        if self.problems:
+            return counted(len(self.problems), "key is not whole", "keys are not whole")
+        return "whole" if self.is_good else counted(len(self.faults), "thing is wrong", "things are wrong")
 
     def to_json(self) -> JsonValue:
         """Return the report as plain JSON data."""
@@ -145,8 +156,9 @@ class Inspection(BlockReport):
             yield self._key_table()
 
     def _health(self) -> str:
-        if self.problems:
-            return f"{_not_whole(self.problems)}: {listing(self.problems)}"
+        if not self.is_good:
+            keys = [f"{self.health}: {listing(self.problems)}"] if self.problems else []
+            return "; ".join([*keys, *self.faults])
         values = "values are checked by `paddle-fsdp-ckpt verify`" if self.has_digests else "stock Paddle keeps no digests of values"
         return f"sizes and headers are right and every key is whole; {values}"
 
@@ -204,7 +216,7 @@ class Steps(BlockReport):
                 one.created or "-",
                 size_text(one.nbytes),
                 *(_number(one.metrics.get(name)) for name in shown),
-                "whole" if one.is_good else _not_whole(one.problems),
+                one.health,
             ]
             for one in self.checkpoints
         ]
@@ -256,10 +268,6 @@ def inspect(
     return Steps(directory, tuple(found), (*problems, *entries.problems()), entries.given_up())
 
 
-def _not_whole(problems: Sequence[str]) -> str:
-    return counted(len(problems), "key is not whole", "keys are not whole")
-
-
 def _names(paths: Sequence[Path]) -> list[str]:
     return [path.name for path in paths]
 
@@ -276,19 +284,22 @@ def _inspect(
     like = {pattern: set(fnmatch.filter(listed, pattern)) for pattern in patterns}
     for pattern, some in like.items():
         if not some:
-            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
+            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed, FEW)}")
     chosen = [key for key in listed if any(key in some for some in like.values())]
     uncovered = plan_whole(index, index.keys()).problems.uncovered
-    problems = [str(problem) for problem in uncovered]
+    faults = []
     broken = {problem.key for problem in uncovered}
     metrics: dict[str, float] = {}
     if METRICS_KEY not in broken:
         try:
             metrics = read_metrics(index)
         except CheckpointError as error:
-            problems.append(str(error))
+            faults.append(str(error))
     readable = [key for key in chosen if statistics and key not in broken]
     of_values = dict(zip(readable, statistics_of(index, [index.whole_piece(key) for key in readable], progress), strict=True))
+    if manifest is not None and manifest.paddle_metadata is not None:
+        _, fault = look_at(path, manifest.paddle_metadata)
+        faults += [] if fault is None else [f"{fault}. {ONLY_STOCK_READS}"]
     records = [*index.files, *([manifest.paddle_metadata] if manifest is not None and manifest.paddle_metadata else [])]
     return Inspection(
         path,
@@ -304,10 +315,11 @@ def _inspect(
         {} if manifest is None else manifest.base or {},
         () if manifest is None else tuple(described_optimizer(one) for one in manifest.optimizers),
         tuple(_describe(index, key, kinds[key], of_values.get(key)) for key in chosen),
-        tuple(problems),
+        tuple(map(str, uncovered)),
         manifest is not None,
         None if manifest is None else manifest.extra_state,
         metrics,
+        tuple(faults),
     )
 
 

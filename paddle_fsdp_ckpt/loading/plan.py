@@ -306,7 +306,8 @@ class _Planner:
         self.expected |= {one.source for one in self.targets}
         targets = [one for one in self.targets if one.source in self.index]
         values = Values(self.index, self.options.cast, self.progress)
-        reads = plan_read(self.index, [values.stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
+        ignored = {*self.not_asked_for, *self.left_out, *self._other_names()}
+        reads = plan_read(self.index, [values.stored_piece(one) for one in targets], self.expected, ignored)
         self._check_kept_masters([*self.kept, *(one for one in self.targets if one.source not in self.index)])
         missing, problems = self._judge(reads.problems, [one.source for one in targets])
         if self.options.verify_first and not problems:
@@ -337,6 +338,11 @@ class _Planner:
             damaged=damaged,
             base=self.base,
         )
+
+    def _other_names(self) -> set[str]:
+        """Return the keys that are only other names, which the objects lack, of what the checkpoint has for them; as a tied head's."""
+        groups = [set(names) for names in self.run.tied or () if any(name in self.expected and name in self.index for name in names)]
+        return set().union(*groups) - self.expected
 
     def _judge(self, problems: ReadProblems, sources: Sequence[str]) -> tuple[list[str], ReadProblems]:
         """Return the keys that may be missing, and what is wrong besides what the options allow."""

@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import counted
+from ..errors import FEW, counted, listing
 from ..storage.json_values import JsonValue
-
-_SHOWN = 5
 
 
 class CastKey(NamedTuple):
@@ -159,7 +157,7 @@ class LoadReport:
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts) or 'nothing'}"]
-        lines += [f"{counted(len(items), *what)}: {_first(items)}" for what, items in self._deviations() if items]
+        lines += [f"{counted(len(items), *what)}: {listing(items, FEW)}" for what, items in self._deviations() if items]
         if self.is_exact:
             lines.append("everything in it, as it was saved")
         return "\n- ".join(lines)
@@ -198,8 +196,3 @@ class LoadReport:
             (("parameter left to the base, unchanged", "parameters left to the base, unchanged"), self.base),
             (("option not needed", "options not needed"), self.unused_options),
         ]
-
-
-def _first(items: Sequence[str]) -> str:
-    rest = f", ... ({len(items) - _SHOWN} more)" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + rest

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..fsdp import dtype_name
 from ..optimizer_states import MASTER_WEIGHT_KEY, is_master_weight
-from ..storage.problems import KeyProblem, ReadProblems, WaysOut
+from ..storage.problems import KeyProblem, ReadProblems, WaysOut, prefixes_of_all
 from ..subjects import Subjects
 from .saved_names import RenamedCheckpoint
 
@@ -62,6 +62,7 @@ def find_ways_out(
         )
         if is_renamed
         else {},
+        _in_front(lost, left, subjects, saved) if is_renamed else (),
         weights_fit,
         bool({key for key in wanted if key not in states or subjects.model is None}.difference(one.key for one in problems.wrong_shape)),
     )
@@ -157,6 +158,15 @@ def _beginnings(key: str) -> Iterator[str]:
 
 def _owner(key: str) -> str:
     return key.rpartition(".")[0]
+
+
+def _in_front(lost: Sequence[str], left: Sequence[str], subjects: Subjects, saved: RenamedCheckpoint) -> tuple[str, ...]:
+    """Return what stands in the checkpoint in front of all keys that are missing, where they are the same there."""
+    prefixes = prefixes_of_all(lost, left)
+    if not prefixes:
+        return ()
+    here, there = _described(subjects), _stored_as(saved, left)
+    return tuple(prefix for prefix in prefixes if all(here[key] == there[prefix + key] for key in lost))
 
 
 _Described = tuple[tuple[int, ...], str]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import MismatchError, listing
+from ..errors import MismatchError, counted, listing
 from ..pieces import Piece, overlaps
 from .entries import Stored
 from .format import DTYPE_NBYTES
@@ -211,9 +212,12 @@ def _say_uncovered(target: Piece, runs: Sequence[_Run]) -> str:
         if run.start > first:
             break
         first = run.stop
-    found = sum(run.stop - run.start for run in runs)
-    where = f"box {list(target.local_shape)} at {list(target.global_offset)}"
-    return (
-        f"{target.numel - found} of the {target.numel} elements that this rank wants are in no file, the first is "
-        f"{target.box_range.start + first} of the flattened {where}"
-    )
+    lacking = target.numel - sum(run.stop - run.start for run in runs)
+    is_whole = target.numel == math.prod(target.global_shape)
+    which = f"its {counted(target.numel, 'element')}" if is_whole else f"the {counted(target.numel, 'element')} that this rank wants"
+    place, rest = [], target.box_range.start + first
+    for size, offset in zip(reversed(target.local_shape), reversed(target.global_offset), strict=True):
+        rest, inside = divmod(rest, size)
+        place.append(offset + inside)
+    verb = "is" if lacking == 1 else "are"
+    return f"{lacking:,} of {which} {verb} in no file, the first is the one at {place[::-1]} of {list(target.global_shape)}"
