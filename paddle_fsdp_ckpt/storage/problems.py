@@ -51,6 +51,7 @@ class WaysOut:
         allow_missing: patterns of just the keys that are missing, and of all states of what has none.
         allow_unexpected: patterns of just the keys that the objects lack.
         allow_other_shape: patterns of just the parameters and buffers of other shapes.
+        resize: patterns of just those of them of which one dimension has another size.
         key_map: beginning of names in the objects -> what stands there in the checkpoint, where shapes and dtypes are the same.
         weights_fit: whether all would fit if only the model were loaded.
         has_same_shapes: whether anything that is to be loaded has the shape that it has in the checkpoint.
@@ -59,6 +60,7 @@ class WaysOut:
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     allow_other_shape: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
     key_map: dict[str, str] = field(default_factory=dict)
     weights_fit: bool = False
     has_same_shapes: bool = True
@@ -81,6 +83,7 @@ def _merge_ways_out(ranks: Sequence[JsonValue]) -> WaysOut:
         union("allow_missing"),
         union("allow_unexpected"),
         union("allow_other_shape"),
+        union("resize"),
         {here: saved for ways in ranks for here, saved in ways["key_map"].items()},
         all(ways["weights_fit"] for ways in ranks),
         any(ways["has_same_shapes"] for ways in ranks),
@@ -172,6 +175,8 @@ class ReadProblems:
         elif self.unexpected and not self.nothing_matched:
             options.append(self.ways_out.say("allow_unexpected", "keys to leave out"))
         if self.wrong_shape and self.ways_out.has_same_shapes:
+            if self.ways_out.resize:
+                options.append(f"{self.ways_out.say('resize', 'what has another size')}, which loads the rows or columns that both have")
             options.append(self.ways_out.say("allow_other_shape", "what keeps its values, and starts its states afresh"))
         if masters:
             options.append(f"cast=True, which takes missing master weights ({_OF_MASTER}) from the parameters")
