@@ -75,7 +75,8 @@ class Resized(NamedTuple):
         names = {len(self.now) - 1: ("column", "columns"), 0: ("row", "rows")}
         one, several = names.get(dimension, (f"index of dimension {dimension}", f"indices of dimension {dimension}"))
         more = self.now[dimension] - self.saved[dimension]
-        rest = f"{counted(more, one, several)} left as they were" if more > 0 else f"{counted(-more, one, several)} of it left out"
+        stay = "left as it was" if more == 1 else "left as they were"
+        rest = f"{counted(more, one, several)} {stay}" if more > 0 else f"{counted(-more, one, several)} of it left out"
         source = "" if self.source == self.key else f" of '{self.source}'"
         return f"'{self.key}': {list(self.saved)}{source} in it, {list(self.now)} here, {rest}"
 
@@ -92,9 +93,9 @@ class LoadNotes:
     unexpected: list[str] = field(default_factory=list)
     casts: list[CastKey] = field(default_factory=list)
     other_shape: list[OtherShape] = field(default_factory=list)
-    resized: list[Resized] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     used_options: list[str] = field(default_factory=list)
+    resized: list[Resized] = field(default_factory=list)
 
     def to_json(self) -> JsonValue:
         """Return the notes as plain JSON data."""
@@ -110,7 +111,7 @@ def merge_notes(ranks: Sequence[JsonValue]) -> LoadNotes:
     casts = sorted({CastKey(*one) for notes in ranks for one in notes["casts"]})
     shapes = sorted({OtherShape(key, tuple(saved), tuple(now)) for notes in ranks for key, saved, now in notes["other_shape"]})
     resized = sorted({Resized(key, source, tuple(saved), tuple(now)) for notes in ranks for key, source, saved, now in notes["resized"]})
-    return LoadNotes(union("missing"), union("unexpected"), casts, shapes, resized, union("started_afresh"), union("used_options"))
+    return LoadNotes(union("missing"), union("unexpected"), casts, shapes, union("started_afresh"), union("used_options"), resized)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Resizing:
         return next((self.index.global_shape(one) for one in names if one in self.index), None)
 
     def _is_alike(self, name: str, stored: Shape, wanted: Shape) -> bool:
-        """Tell whether a state differs as its parameter does: one value an element, or layers of flattened ones, which grow by rows only."""
+        """Tell whether a state differs as its parameter does: one value an element, or layers of flattened ones, grown by rows."""
         saved, now = self._saved_shape(name), self.shapes[name]
         assert saved is not None
         if (stored, wanted) == (saved, now):
