@@ -32,8 +32,11 @@ def test_an_exact_load() -> None:
         ({"other_shape": [SHAPE]}, "1 key of another shape in it, left as it was: 'a': [2, 3] in it, [4, 3] here"),
         (
             {"resized": [Resized("a", "b", (2, 3), (2, 4)), Resized("c", "c", (5,), (4,)), Resized("d", "d", (1, 2, 3), (1, 4, 3))]},
-            "3 keys of another size, loaded as far as both have them: 'a': [2, 3] of 'b' in it, [2, 4] here, 1 column left as it was, "
-            "'c': [5] in it, [4] here, 1 row of it left out, 'd': [1, 2, 3] in it, [1, 4, 3] here, 2 indices of dimension 1 left as they were",
+            (
+                "3 keys of another size, loaded as far as both have them: 'a': [2, 3] of 'b' in it, [2, 4] here, 1 column left as it was, "
+                "'c': [5] in it, [4] here, 1 row of it left out, "
+                "'d': [1, 2, 3] in it, [1, 4, 3] here, 2 indices of dimension 1 left as they were"
+            ),
         ),
         ({"not_restored": ["x"]}, "1 thing saved besides, and not restored: x"),
         ({"started_afresh": ["a"]}, "1 parameter whose states start afresh: a"),
