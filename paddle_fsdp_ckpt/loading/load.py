@@ -82,7 +82,7 @@ def load(
             is: of an embedding ``[vocabulary, width]`` the rows, of a Linear's weight ``[width, vocabulary]`` the columns. The leading
             ones that both have are loaded, with their master weights and states. Those that the checkpoint lacks keep the weights and
             states that they have, which in a new optimizer are those of rows that no batch had yet; those that it has besides are left
-            out. A state that can't be resized so (ASGD's ``y``, by columns) starts afresh, with all of its parameter. Of the names of
+            out. States that can't be resized (all of NAdam and RAdam, and of ASGD by columns) start afresh. Of the names of
             one tensor that several have, one pattern is enough. Goes before ``allow_other_shape``.
         cast: convert between floating point types by value, to the nearest. A float32 parameter is then taken from the master weight
             of a low-precision one, and a missing master weight from the parameter. A value too large for its new type is an error.

@@ -214,6 +214,7 @@ class _Planner:
     def _plan_optimizer(self, stepper: Stepper) -> None:
         for one in stepper.parameters:
             self.resizing.learn(one.slot.name, one.slot.shape)
+        self.resizing.repeated.update(f"{state}_0" for state in entry_of(stepper.optimizer).repeated)
         stored = {name for name in stepper.names if self.states_of(name)}
         # Of what stock Paddle saved, only the states tell what was in an optimizer.
         new = {name for name in stepper.names - self.run.names if self.run.tied is not None or name not in self.index}

@@ -28,6 +28,8 @@ class Resizing:
         names_of: name -> all names of the same tensor, where it has several in the objects.
         owner_of: name of a parameter -> the name under which the checkpoint has its states, where that is another.
         shapes: name of a parameter or buffer -> its whole shape in the objects, as far as it was looked at.
+        repeated: suffixes of states that hold one number for all of a parameter, an element each. Of what the checkpoint lacks they would
+            be those of a new optimizer, and RAdam steps by the first that a rank keeps, so that ranks would step differently.
         found: key of the objects that is resized, a state's too -> what is reported of it.
     """
 
@@ -36,6 +38,7 @@ class Resizing:
     names_of: Mapping[str, Sequence[str]]
     owner_of: Mapping[str, str]
     shapes: dict[str, Shape] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
     found: dict[str, Resized] = field(default_factory=dict)
 
     @property
@@ -67,7 +70,7 @@ class Resizing:
         if piece.key not in self.index or self.index.global_shape(piece.key) == piece.global_shape or not self.is_resized(name):
             return piece
         stored = self.index.global_shape(piece.key)
-        if not self._is_alike(name, stored, piece.global_shape):
+        if key.rpartition(".")[2] in self.repeated or not self._is_alike(name, stored, piece.global_shape):
             return piece
         self.found[key] = Resized(key, self.saved.original_key(piece.key), stored, piece.global_shape)
         return replace(piece, global_shape=stored)

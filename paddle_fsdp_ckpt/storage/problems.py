@@ -65,6 +65,11 @@ class WaysOut:
     weights_fit: bool = False
     has_same_shapes: bool = True
 
+    @property
+    def all_resizable(self) -> bool:
+        """Whether one dimension of each parameter and buffer of another shape has another size."""
+        return len(self.resize) == len(self.allow_other_shape)
+
     def say(self, option: str, what: str) -> str:
         """Return an option of ``load`` with its patterns, or with the first of many; ``what`` says what they are of."""
         patterns = getattr(self, option)
@@ -174,9 +179,9 @@ class ReadProblems:
             options.append(f"allow_unexpected=['*{_OF_MASTER}'], or give the optimizer master weights by multi_precision=True")
         elif self.unexpected and not self.nothing_matched:
             options.append(self.ways_out.say("allow_unexpected", "keys to leave out"))
+        if self.ways_out.resize and (self.ways_out.has_same_shapes or self.ways_out.all_resizable):
+            options.append(f"{self.ways_out.say('resize', 'what has another size')}, which loads the rows or columns that both have")
         if self.wrong_shape and self.ways_out.has_same_shapes:
-            if self.ways_out.resize:
-                options.append(f"{self.ways_out.say('resize', 'what has another size')}, which loads the rows or columns that both have")
             options.append(self.ways_out.say("allow_other_shape", "what keeps its values, and starts its states afresh"))
         if masters:
             options.append(f"cast=True, which takes missing master weights ({_OF_MASTER}) from the parameters")
