@@ -25,8 +25,8 @@ class TensorTarget:
         dtype: Paddle's name of its type.
         shape: of the whole tensor.
         kept: which of its elements, flattened, each rank keeps that keeps some.
-        sources: the tensors that the key would become in the Hugging Face model, whose shapes must be those that they have; or the one that
-            it would become without the rows and columns that this hasn't got or that it hasn't, which keep their values.
+        sources: the tensors that the key would become in the Hugging Face model, whose shapes must be those that they have; or just one, of
+            another size in one dimension there, by the rows and columns that both have.
     """
 
     key: str
