@@ -167,12 +167,12 @@ class _Planner:
                     self.left_out |= self.states_of(name)
 
     def _model_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
-        self.resizing.learn(key, weight.global_shape)
         piece = piece_of(key, weight)
         if self.options.cast and self.index.dtypes.get(key) in _LOW_PRECISION:
             master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
             if master in self.states_of(key) and self.index.dtypes.get(master) == piece.dtype:
                 piece = replace(piece, key=master)
+        self.resizing.learn(key, weight.global_shape, piece.key)
         return KeyTarget(key, self.resizing.fitted(key, key, piece), weight.local_tensor, is_substitute=piece.key != key)
 
     def _has_other_shape(self, piece: Piece) -> bool:

@@ -28,6 +28,7 @@ class Resizing:
         names_of: name -> all names of the same tensor, where it has several in the objects.
         owner_of: name of a parameter -> the name under which the checkpoint has its states, where that is another.
         shapes: name of a parameter or buffer -> its whole shape in the objects, as far as it was looked at.
+        sources: name of a parameter or buffer -> the key of the checkpoint that its values come from.
         repeated: suffixes of states that hold one number for all of a parameter, an element each. Of what the checkpoint lacks they would
             be those of a new optimizer, and RAdam steps by the first that a rank keeps, so that ranks would step differently.
         found: key of the objects that is resized, a state's too -> what is reported of it.
@@ -38,6 +39,7 @@ class Resizing:
     names_of: Mapping[str, Sequence[str]]
     owner_of: Mapping[str, str]
     shapes: dict[str, Shape] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     found: dict[str, Resized] = field(default_factory=dict)
 
@@ -46,9 +48,12 @@ class Resizing:
         """Of the checkpoint."""
         return self.saved.index
 
-    def learn(self, name: str, shape: Iterable[int]) -> None:
-        """Take the whole shape that a parameter or buffer has now."""
-        self.shapes.update(dict.fromkeys(self.names_of.get(name, (name,)), tuple(shape)))
+    def learn(self, name: str, shape: Iterable[int], source: str | None = None) -> None:
+        """Take the whole shape that a parameter or buffer has now, and the key of the checkpoint that its values come from, where known."""
+        names = self.names_of.get(name, (name,))
+        self.shapes.update(dict.fromkeys(names, tuple(shape)))
+        if source is not None:
+            self.sources.update(dict.fromkeys(names, source))
 
     def dimension(self, name: str) -> int | None:
         """Return the one dimension in which a parameter or buffer has another size in the checkpoint; None where it isn't so."""
@@ -81,7 +86,7 @@ class Resizing:
         return [one for key, one in resized.items() if key in self.shapes or key.rpartition(".")[0] not in resized]
 
     def _saved_shape(self, name: str) -> Shape | None:
-        names = (name, self.owner_of.get(name, name), *self.names_of.get(name, ()))
+        names = (self.sources.get(name, name), name, self.owner_of.get(name, name), *self.names_of.get(name, ()))
         return next((self.index.global_shape(one) for one in names if one in self.index), None)
 
     def _is_alike(self, name: str, stored: Shape, wanted: Shape) -> bool:
