@@ -12,7 +12,6 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from ..errors import IncompleteCheckpointError, MismatchError, listing
 from ..optim import entry_of
 from ..optim.registry import MASTER_WEIGHT_KEY
-from ..pieces import Piece
 from ..progress import ProgressLine
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
@@ -141,7 +140,7 @@ class _Planner:
         for key, weight in weights.items():
             if key not in unread:
                 target = self._model_target(key, weight)
-                may_stay = self._has_other_shape(target.piece) and self._may_have_other_shape(key)
+                may_stay = self.resizing.has_other_shape(target.piece) and self._may_have_other_shape(key)
                 (self.kept if may_stay else self.targets).append(target)
 
     def _plan_base(self) -> None:
@@ -174,9 +173,6 @@ class _Planner:
                 piece = replace(piece, key=master)
         self.resizing.learn(key, weight.global_shape, piece.key)
         return KeyTarget(key, self.resizing.fitted(key, key, piece), weight.local_tensor, is_substitute=piece.key != key)
-
-    def _has_other_shape(self, piece: Piece) -> bool:
-        return piece.key in self.index and self.index.global_shape(piece.key) != piece.global_shape
 
     def _may_have_other_shape(self, name: str) -> bool:
         return self.may_have_other_shape.match_any(self.names_of.get(name, (name,)))
@@ -281,7 +277,7 @@ class _Planner:
                 restarted.add(name)
             elif any(self.may_be_missing.match(key) for key in absent):
                 half.append(name)
-            elif absent or not any(self._has_other_shape(self._state_target(key, loading.weights[key]).piece) for key in keys):
+            elif absent or not any(self.resizing.has_other_shape(self._state_target(key, loading.weights[key]).piece) for key in keys):
                 continue
             elif self._may_have_other_shape(name) or self.resizing.is_resized(name):
                 restarted.add(name)

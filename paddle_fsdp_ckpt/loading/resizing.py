@@ -64,6 +64,10 @@ class Resizing:
         """Tell whether a parameter or buffer has another size in one dimension, and may."""
         return self.dimension(name) is not None and self.patterns.match_any(self.names_of.get(name, (name,)))
 
+    def has_other_shape(self, piece: Piece) -> bool:
+        """Tell whether what the checkpoint has for a piece is of another shape."""
+        return piece.key in self.index and self.index.global_shape(piece.key) != piece.global_shape
+
     def fitted(self, name: str, key: str, piece: Piece) -> Piece:
         """Return what to read for a key of a parameter, of what is stored where that has another size and may; else the piece as it is.
 
@@ -72,7 +76,7 @@ class Resizing:
             key: itself, its master weight or a state.
             piece: what is wanted.
         """
-        if piece.key not in self.index or self.index.global_shape(piece.key) == piece.global_shape or not self.is_resized(name):
+        if not self.has_other_shape(piece) or not self.is_resized(name):
             return piece
         stored = self.index.global_shape(piece.key)
         if key.rpartition(".")[2] in self.repeated or not self._is_alike(name, stored, piece.global_shape):
