@@ -24,6 +24,7 @@ def find_ways_out(
     states: Collection[str],
     *,
     wanted: Iterable[str],
+    resizable: Iterable[str],
     weights_may_fit: bool,
     may_rename: bool,
 ) -> WaysOut:
@@ -35,6 +36,7 @@ def find_ways_out(
         subjects: what is loaded.
         states: keys of states and master weights, of the objects and of the checkpoint, by the names of the objects.
         wanted: the keys of the checkpoint, by the names of the objects, that this rank would read.
+        resizable: names of parameters and buffers of another shape, by the names of the objects, of which one dimension has another size.
         weights_may_fit: whether the model could be loaded by itself, as far as single keys don't tell.
         may_rename: whether a ``key_map`` may be offered.
     """
@@ -56,6 +58,7 @@ def find_ways_out(
         patterns_of_missing(problems.missing, model_keys, states, has_states=bool(subjects.steppers)),
         patterns_of_unexpected(problems.unexpected, set(stored), stored_states),
         tuple(sorted({glob.escape(_owner(one.key) if is_of_states(one.key) else one.key) for one in problems.wrong_shape})),
+        tuple(sorted(map(glob.escape, resizable))),
         _renamed_layers(
             _in_layers(lost, model_keys, _described(subjects)),
             _in_layers(left, [key for key in stored if key not in stored_states], _stored_as(saved, left)),

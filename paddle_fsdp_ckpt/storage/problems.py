@@ -51,6 +51,7 @@ class WaysOut:
         allow_missing: patterns of just the keys that are missing, and of all states of what has none.
         allow_unexpected: patterns of just the keys that the objects lack.
         allow_other_shape: patterns of just the parameters and buffers of other shapes.
+        resize: patterns of just those of them of which one dimension has another size.
         key_map: beginning of names in the objects -> what stands there in the checkpoint, where shapes and dtypes are the same.
         in_front: what stands in the checkpoint in front of all missing names of the model, where shapes and dtypes are the same.
         weights_fit: whether all would fit if only the model were loaded.
@@ -61,11 +62,17 @@ class WaysOut:
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     allow_other_shape: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
     key_map: dict[str, str] = field(default_factory=dict)
     in_front: tuple[str, ...] = ()
     weights_fit: bool = False
     has_same_shapes: bool = True
     words: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def all_resizable(self) -> bool:
+        """Whether one dimension of each parameter and buffer of another shape has another size."""
+        return len(self.resize) == len(self.allow_other_shape)
 
     def say(self, option: str, what: str) -> str:
         """Return an option of ``load`` with its patterns, or with the first of many; ``what`` says what they are of."""
@@ -85,6 +92,7 @@ def _merge_ways_out(ranks: Sequence[JsonValue]) -> WaysOut:
         union("allow_missing"),
         union("allow_unexpected"),
         union("allow_other_shape"),
+        union("resize"),
         {here: saved for ways in ranks for here, saved in ways["key_map"].items()},
         union("in_front"),
         all(ways["weights_fit"] for ways in ranks),
@@ -173,6 +181,9 @@ class ReadProblems:
         options = {
             "allow_missing": ways.say("allow_missing", "keys that keep their values") if self.missing and can_be_named else "",
             "allow_unexpected": ways.say("allow_unexpected", "keys to leave out") if self.unexpected and can_be_named else "",
+            "resize": f"{ways.say('resize', 'what has another size')}, which loads the rows or columns that both have"
+            if ways.resize and (ways.has_same_shapes or ways.all_resizable)
+            else "",
             "allow_other_shape": ways.say("allow_other_shape", "what keeps its values, and starts its states afresh")
             if self.wrong_shape and ways.has_same_shapes
             else "",

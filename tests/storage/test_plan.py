@@ -140,3 +140,21 @@ def test_copies_are_read_once_and_compared(tmp_path: Path) -> None:
     plan = plan_read(index, [W], index.keys())
     assert plan.reads.keys() == {0} and plan.nbytes == 96
     assert [(two.file, two.other_file, two.nbytes) for two in plan.duplicates] == [(0, 1, 96), (0, 2, 96)]
+
+
+def test_what_reaches_beyond_the_tensor_is_not_wanted(index: CheckpointIndex, tmp_path: Path) -> None:
+    """Of two more rows, and of two more columns; what is missing inside of the tensor is said of that alone."""
+    rows, columns = dataclasses.replace(W, local_shape=(6, 6)), dataclasses.replace(W, local_shape=(4, 8))
+    for target in (
+        rows,
+        columns,
+        dataclasses.replace(columns, flat_range=Range(5, 30)),
+        dataclasses.replace(rows, flat_range=Range(24, 36)),
+    ):
+        assert not plan_read(index, [target], index.keys()).problems
+    plan = plan_read(index, [columns], index.keys())
+    assert [read.target_offset for reads in plan.reads.values() for read in reads] == [0, 32, 64, 96]
+    half = read_index(write_checkpoint(tmp_path / "half", [[cut("layers.0.w", WHOLE, flat=(0, 12))]]))
+    for target, first in ((rows, 12), (columns, 16)):
+        (problem,) = plan_read(half, [target], half.keys()).problems.uncovered
+        assert f"12 of the 24 elements that this rank wants are in no file, the first is {first} of the flattened box" in problem.text
