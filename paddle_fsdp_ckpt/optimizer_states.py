@@ -1,4 +1,4 @@
-"""One table: for each optimizer class of ``paddle.optimizer``, the states that it keeps for a parameter; pure data.
+"""How master weights are called, and one table: for each optimizer class of ``paddle.optimizer``, its states; pure data.
 
 From Paddle 3.3's ``python/paddle/optimizer/*.py``. What is done with it is in :mod:`.optim.catalog`, and, without Paddle, in ``export``.
 """
@@ -8,6 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+MASTER_WEIGHT_KEY = "w_0"
+"""What follows a parameter's name, and a dot, in the key of its master weight."""
+
+
+def is_master_weight(key: str) -> bool:
+    """Tell whether a key is called as that of a master weight."""
+    return key.endswith(f".{MASTER_WEIGHT_KEY}")
 
 
 class StateKind(Enum):

@@ -20,7 +20,7 @@ from .optim import (
     unbind_optimizer,
     whole_parameters,
 )
-from .optim.registry import MASTER_WEIGHT_KEY
+from .optimizer_states import MASTER_WEIGHT_KEY
 
 
 def unshard(model: nn.Layer) -> nn.Layer:

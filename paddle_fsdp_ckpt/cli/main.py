@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..export.roots import checkpoints_in, verify_root
+from ..export.roots import entries_of, verify_root
 from ..progress import ProgressLine
 from ..storage.salvage import salvage
 from ..storage.system_errors import describe_error
@@ -29,10 +29,13 @@ GOOD, FOUND, CANNOT = 0, 1, 2
 
 def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
     directory = Path(arguments.directory)
+    entries = entries_of(directory)
     with ProgressLine(sys.stderr) as progress:
-        check = verify_root if checkpoints_in(directory) else verify
-        report = check(directory, workers=arguments.workers, progress=progress)
-    return report, report.is_good
+        if entries.checkpoints:
+            in_root = verify_root(entries, workers=arguments.workers, progress=progress)
+            return in_root, in_root.is_good
+        report = verify(directory, workers=arguments.workers, progress=progress)
+        return report, report.is_good
 
 
 def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..optimizer_states import MASTER_WEIGHT_KEY
 from ..storage.index import CheckpointIndex
 from ..storage.key_names import RESERVED_PREFIX
 from ..storage.reserved_keys import is_sharded_key
-
-MASTER_WEIGHT = "w_0"
-"""The last part of a master weight's key."""
 
 MODEL, MASTERS, SHARDED, TRAINER = "parameters and buffers", "master weights", "given as sharded=", "trainer state"
 """The kinds of keys, besides those that are called as a state."""
@@ -50,7 +48,7 @@ def contents_of(index: CheckpointIndex) -> Contents:
         is_state = dot and state.endswith("_0") and (owner in index or owner.rpartition(".")[2] in _PARAMETERS)
         if not is_state:
             model.append(key)
-        elif state == MASTER_WEIGHT:
+        elif state == MASTER_WEIGHT_KEY:
             masters[owner] = key
         else:
             states.setdefault(owner, {})[state] = key

@@ -15,7 +15,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue, cut_text, parse_json
 from ..storage.manifest import FileRecord
 from ..storage.stock import is_stock
-from .roots import checkpoints_in, is_checkpoint
+from .roots import entries_of, is_checkpoint
 from .safetensors_files import INDEX_NAME
 
 COMPUTED = ".rotary_emb.inv_freq"
@@ -75,7 +75,7 @@ def _refuse_checkpoints(directory: Path) -> None:
     if is_checkpoint(directory):
         whose = "stock Paddle's" if is_stock(directory) else "this package's"
         raise CheckpointError(f"'{directory}' is a checkpoint already, {whose}, not a Hugging Face model: {way_out}")
-    if inside := checkpoints_in(directory):
+    if inside := entries_of(directory).checkpoints:
         names = listing(one.name for one in inside)
         raise CheckpointError(
             f"'{directory}' is no Hugging Face model, and holds {counted(len(inside), 'checkpoint')}: {names}. Of one of them, {way_out}"

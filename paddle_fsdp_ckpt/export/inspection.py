@@ -23,7 +23,7 @@ from ..storage.stock import open_index
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of, patterns_of
 from .facts import read_metrics
 from .optimizer_description import Optimizer, described_optimizer
-from .roots import checkpoints_counted, checkpoints_in, no_checkpoints
+from .roots import checkpoints_counted, entries_of, say_given_up
 from .statistics import Statistics, statistics_of
 from .text import Block, BlockReport, Table, value_text
 
@@ -169,11 +169,13 @@ class Steps(BlockReport):
         path: the directory.
         checkpoints: those that can be read, by step.
         problems: why others can't, in words.
+        given_up: name of a step of a history that was given up -> that of the step that says so; no harm.
     """
 
     path: Path
     checkpoints: tuple[Inspection, ...]
     problems: tuple[str, ...]
+    given_up: dict[str, str]
 
     @property
     def is_good(self) -> bool:
@@ -182,8 +184,13 @@ class Steps(BlockReport):
 
     def to_json(self) -> JsonValue:
         """Return the report as plain JSON data."""
-        checkpoints = [one.to_json() for one in self.checkpoints]
-        return {"path": str(self.path), "checkpoints": checkpoints, "problems": list(self.problems), "is_good": self.is_good}
+        return {
+            "path": str(self.path),
+            "checkpoints": [one.to_json() for one in self.checkpoints],
+            "problems": list(self.problems),
+            "given_up": self.given_up,
+            "is_good": self.is_good,
+        }
 
     def blocks(self) -> Iterator[Block]:
         """Yield a table of the checkpoints, and what is wrong with others."""
@@ -208,6 +215,7 @@ class Steps(BlockReport):
         if len(names) > len(shown):
             yield f"(and {counted(len(names) - len(shown), 'metric')} more: inspect one checkpoint)"
         yield from (f"- {problem}" for problem in self.problems)
+        yield from say_given_up(self.given_up)
 
 
 def inspect(
@@ -229,7 +237,8 @@ def inspect(
         CheckpointError: there is no checkpoint, or its headers can't be read.
     """
     directory = Path(path)
-    inside = checkpoints_in(directory)
+    entries = entries_of(directory)
+    inside = entries.checkpoints
     if not inside:
         patterns = patterns_of(keys)
         return _inspect(directory, patterns or ("*",) * statistics, statistics=statistics, progress=progress)
@@ -244,14 +253,14 @@ def inspect(
         except CheckpointError as error:
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
-    return Steps(directory, tuple(found), (*problems, *no_checkpoints(directory)))
+    return Steps(directory, tuple(found), (*problems, *entries.problems()), entries.given_up())
 
 
 def _not_whole(problems: Sequence[str]) -> str:
     return counted(len(problems), "key is not whole", "keys are not whole")
 
 
-def _names(paths: list[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     return [path.name for path in paths]
 
 

@@ -4,20 +4,68 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import CheckpointError, counted, size_text
+from ..storage.discarded import discarded_steps, when_written
 from ..storage.format import MANIFEST_NAME, parse_left_over
+from ..storage.index import read_manifest
 from ..storage.json_values import JsonValue
 from ..storage.stock import is_stock
 from ..storage.system_errors import is_there
 from ..storage.verify import VerifyReport, verify
 from .text import Block, BlockReport, Table
 
-_STEP_DIRECTORY = re.compile(r"step_[0-9]{8,}", re.ASCII)
+_STEP_DIRECTORY = re.compile(r"step_([0-9]{8,})", re.ASCII)
 """How a manager calls the directory of a step."""
+
+
+@dataclass(frozen=True)
+class RootEntries:
+    """What lies in a directory in which checkpoints may; all empty where it is one itself, or is no directory.
+
+    Attributes:
+        path: the directory.
+        checkpoints: by name.
+        no_checkpoints: names of what is called as a manager's step and is no checkpoint.
+        left_over: names of what killed saves left behind; no harm.
+    """
+
+    path: Path
+    checkpoints: tuple[Path, ...] = ()
+    no_checkpoints: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Return, in words, what should be a checkpoint and is none."""
+        return [f"{name}: it is called as a step and is no checkpoint" for name in self.no_checkpoints]
+
+    def given_up(self) -> dict[str, str]:
+        """Return the names of the steps of a manager's that are of a history that was given up -> that of the step that says so."""
+        steps = sorted(self._steps())
+        names = {one.step: one.name for one in steps}
+        return {names[step]: names[by] for step, by in sorted(discarded_steps(steps, ()).items())}
+
+    def _steps(self) -> Iterator[_Step]:
+        for one in self.checkpoints:
+            match = _STEP_DIRECTORY.fullmatch(one.name)
+            if match is not None and one.name == f"step_{int(match[1]):08d}":
+                written, discarded = 0, dict[int, int]()
+                with suppress(CheckpointError, OSError):  # whoever reads all of it says what is wrong
+                    written = when_written(one)
+                    discarded = read_manifest(one).discarded
+                yield _Step(int(match[1]), one.name, written, discarded)
+
+
+class _Step(NamedTuple):
+    step: int
+    name: str
+    written: int
+    discarded: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -29,12 +77,14 @@ class RootReport(BlockReport):
         checkpoints: what was found of each, by name.
         problems: directories that should be checkpoints and can't be checked, and why, in words.
         left_over: names of what killed saves left behind; no harm.
+        given_up: name of a step of a history that was given up -> that of the step that says so; no harm.
     """
 
     path: Path
     checkpoints: tuple[VerifyReport, ...]
     problems: tuple[str, ...]
     left_over: tuple[str, ...]
+    given_up: dict[str, str]
 
     @property
     def is_good(self) -> bool:
@@ -48,6 +98,7 @@ class RootReport(BlockReport):
             "checkpoints": [one.to_json() for one in self.checkpoints],
             "problems": list(self.problems),
             "left_over": list(self.left_over),
+            "given_up": self.given_up,
             "is_good": self.is_good,
         }
 
@@ -63,6 +114,7 @@ class RootReport(BlockReport):
         for one in self.checkpoints:
             yield from (f"- {one.path.name}: {finding}" for finding in one.findings)
         yield from (f"- {problem}" for problem in self.problems)
+        yield from say_given_up(self.given_up)
         yield from (f"({name} is what a killed save left behind; it may be deleted)" for name in self.left_over)
         wrong = sum(not one.is_good for one in self.checkpoints) + len(self.problems)
         yield "nothing is wrong" if self.is_good else f"damaged or incomplete: {wrong} of {len(self.checkpoints) + len(self.problems)}"
@@ -73,41 +125,48 @@ def is_checkpoint(directory: Path) -> bool:
     return is_there(directory / MANIFEST_NAME) or is_stock(directory)
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
-    """Return the checkpoints that lie in a directory which is none itself, by name; none where it is one, or is no directory."""
+def entries_of(directory: Path) -> RootEntries:
+    """Look which checkpoints lie in a directory that is none itself.
+
+    Raises:
+        OSError: the directory can't be read.
+    """
     if is_checkpoint(directory) or not directory.is_dir() or parse_left_over(Path(os.path.abspath(directory)).name) is not None:
-        return []
-    return [one for one in sorted(directory.iterdir()) if parse_left_over(one.name) is None and is_checkpoint(one)]
+        return RootEntries(directory)
+    checkpoints, no_checkpoints, left_over = [], [], []
+    for entry in sorted(directory.iterdir()):
+        if parse_left_over(entry.name) is not None:
+            left_over.append(entry.name)
+        elif is_checkpoint(entry):
+            checkpoints.append(entry)
+        elif _STEP_DIRECTORY.fullmatch(entry.name):
+            no_checkpoints.append(entry.name)
+    return RootEntries(directory, tuple(checkpoints), tuple(no_checkpoints), tuple(left_over))
 
 
-def verify_root(directory: Path, *, workers: int | None = None, progress: Callable[[int, int], None] | None = None) -> RootReport:
+def verify_root(entries: RootEntries, *, workers: int | None = None, progress: Callable[[int, int], None] | None = None) -> RootReport:
     """Check every byte of every checkpoint in a directory, one after another.
 
     A directory that is called as a manager's step and is no checkpoint counts as a problem.
 
     Args:
-        directory: that is no checkpoint itself.
+        entries: what lies there.
         workers: as for :func:`~paddle_fsdp_ckpt.storage.verify.verify`.
         progress: as there, for each checkpoint anew.
-
-    Raises:
-        OSError: the directory can't be read.
     """
     reports, problems = [], []
-    inside = checkpoints_in(directory)
-    for one in inside:
+    for one in entries.checkpoints:
         try:
             reports.append(verify(one, workers=workers, progress=progress))
         except CheckpointError as error:
             problems.append(f"{one.name}: {error}")
-    left_over = sorted(entry.name for entry in directory.iterdir() if parse_left_over(entry.name) is not None)
-    return RootReport(directory, tuple(reports), (*problems, *no_checkpoints(directory)), tuple(left_over))
+    return RootReport(entries.path, tuple(reports), (*problems, *entries.problems()), entries.left_over, entries.given_up())
 
 
-def no_checkpoints(directory: Path) -> list[str]:
-    """Return, in words, which entries of a directory are called as a manager's step and are no checkpoints."""
-    names = sorted(entry.name for entry in directory.iterdir() if _STEP_DIRECTORY.fullmatch(entry.name) and not is_checkpoint(entry))
-    return [f"{name}: it is called as a step and is no checkpoint" for name in names]
+def say_given_up(given_up: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is to be said of steps of a history that was given up; see :meth:`RootEntries.given_up`."""
+    for name, by in given_up.items():
+        yield f"({name} was given up by the run that saved {by}: no manager restores it, and that run's next save removes it)"
 
 
 def checkpoints_counted(directory: Path, are_good: list[bool], problems: Sequence[str]) -> str:

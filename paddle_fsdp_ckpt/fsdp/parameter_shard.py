@@ -193,7 +193,8 @@ class ParameterShard:
         self.buffer.add_gradient(self.slot, gradient)
         self.got_gradient = self.is_unused = True
         self.is_zero = False
-        self.unit.runtime.adds_to_left = self.unit.runtime.adds_to_left or self.is_left
+        if self.is_left:
+            self.unit.runtime.added_to_left()
         self._leave_mark(gradient)
 
     def _leave_mark(self, gradient: paddle.Tensor) -> None:
@@ -274,6 +275,8 @@ class ParameterShard:
 
     def clear_gradient(self, set_to_zero: bool) -> None:
         """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
+        if self.is_left:
+            self.unit.runtime.cleared_left()
         self.has_gradient = self.has_gradient and set_to_zero
         self.is_unused = self.is_left = False
         self.is_zero = True

@@ -47,7 +47,8 @@ class Runtime:
         communicator: the ranks that train the model.
         units: the model's units in a fixed order.
         gradients_pending: a backward ran whose gradients are not all reduced yet.
-        adds_to_left: a backward added to gradients that a step had used before, as where nobody clears them at each step.
+        adds_to_left: a backward added to gradients that a step had used before, as where nobody clears them at each step. It is so until
+            such gradients were cleared twice, and none was added to between.
         was_without_gradients: a step or a clip found no gradient at all, and said so.
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
@@ -61,7 +62,7 @@ class Runtime:
         self.communicator = communicator
         self.units: list[Unit] = []
         self.gradients_pending = False
-        self.adds_to_left = False
+        self.adds_to_left = self._added_to_left = self._cleared_left = False
         self.was_without_gradients = False
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
@@ -102,8 +103,19 @@ class Runtime:
 
     def gradients_used(self) -> None:
         """A step is about to use the gradients that there are."""
+        if self._cleared_left:
+            # A loop that clears now and then, though not after each step, adds to some between.
+            self.adds_to_left, self._added_to_left, self._cleared_left = self._added_to_left, False, False
         for shard in self.shards:
             shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero
+
+    def added_to_left(self) -> None:
+        """A backward added to a gradient that a step had used."""
+        self.adds_to_left = self._added_to_left = True
+
+    def cleared_left(self) -> None:
+        """A gradient was cleared that a step had used."""
+        self._cleared_left = True
 
     # Errors that Paddle would not let through where they are found.
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..optim import entry_of, replace_states
-from ..optim.registry import MASTER_WEIGHT_KEY
+from ..optimizer_states import MASTER_WEIGHT_KEY
 from ..saved_run import SavedRun, class_differences
 from ..shardings import LivePlaces
 from ..storage.columns import Integers, looked_up, numbered, numbers_of

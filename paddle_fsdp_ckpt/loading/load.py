@@ -17,7 +17,7 @@ from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import WholeParameter, optimizer_list, states_restored_on_error
-from ..optim.registry import MASTER_WEIGHT_KEY
+from ..optimizer_states import is_master_weight
 from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, left_optimizers, restore_learning_rates
 from ..storage.agreement import COORDINATOR, exchange
@@ -29,10 +29,12 @@ from ..storage.read_lock import while_reading
 from ..storage.reader import PARTIAL_STATE
 from ..subjects import Models, Stepper, Subjects, check_subjects
 from ..warn import warn_caller
+from .besides import say_all_not_restored
 from .options import PARTS, PATTERNS, KeyMap, check_options
 from .plan import plan_load
 from .planned import LoadPlan
 from .report import LoadNotes, LoadReport, merge_notes
+from .ways_out import with_words_on_masters
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -163,7 +165,7 @@ def load(
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
-    if plan.subjects.model is None and any(key.endswith(f".{MASTER_WEIGHT_KEY}") for key in plan.index.stored):
+    if plan.subjects.model is None and any(map(is_master_weight, plan.index.stored)):
         differences.append(
             "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
             "checkpoint's"
@@ -208,7 +210,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
         ("path", "model and optimizers", "checkpoint", "options"), zip(*(one["alike"] for one in ranks), strict=True), strict=True
     ):
         check_same("load", what, values, "nothing was changed", shown=what == "path")
-    problems = merge_problems(Path(ranks[0]["alike"][0]), [one["problems"] for one in ranks])
+    problems = with_words_on_masters(merge_problems(Path(ranks[0]["alike"][0]), [one["problems"] for one in ranks]))
     other = other_base(subjects, _base_parts(subjects, plan), [one["base"] for one in ranks], plan.base) if plan.base else []
     if other and not plan.options.allow_other_base:
         problems = replace(problems, others=(*problems.others, OtherProblem(say_other_base(other, len(plan.base)))))
@@ -222,6 +224,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
 
 def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: list[str], other_base: list[str]) -> LoadReport:
     run, options = plan.run, plan.options
+    optimizers = [] if plan.index.manifest is None else plan.index.manifest.optimizers
     given = [f"{name}={one!r}" for name in PATTERNS for one in getattr(options, name)]
     return LoadReport(
         plan.index.path,
@@ -244,6 +247,7 @@ def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: lis
         damaged=plan.damaged,
         base=sorted(plan.base),
         other_base=other_base,
+        not_restored=say_all_not_restored(plan.besides, plan.index.path, optimizers, parts),
         unused_options=[one for one in given if one not in notes.used_options] + [f"key_map={one!r}" for one in plan.unused_prefixes],
     )
 

@@ -11,11 +11,12 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import IncompleteCheckpointError, MismatchError, listing
 from ..optim import entry_of
-from ..optim.registry import MASTER_WEIGHT_KEY
+from ..optimizer_states import MASTER_WEIGHT_KEY
 from ..progress import ProgressLine
 from ..saved_run import class_differences, read_saved_run, tied_differences
 from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
+from ..storage.besides import SavedBesides
 from ..storage.casts import can_cast, may_round
 from ..storage.flex import piece_of
 from ..storage.format import MANIFEST_NAME
@@ -23,9 +24,11 @@ from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read
 from ..storage.problems import OtherProblem, ReadProblems
 from ..storage.reader import verify_first
+from ..storage.reserved_keys import without_reserved
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import ModelTensors, Stepper, Subjects
+from .besides import besides_in
 from .exact import plan_exact_load
 from .options import PATTERNS, LoadOptions, Patterns, map_names, unused_prefixes
 from .planned import KeyTarget, LoadPlan, TargetReading, counter_of
@@ -54,24 +57,25 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: Pr
     """
     names = subjects.model_keys().union(*(one.names for one in subjects.steppers))
     mapped = map_names(options.key_map, names)
-    index, damaged = _open(path, options)
+    index, damaged, besides = _open(path, options)
     saved = rename_checkpoint(index, read_saved_run(index), damaged, {name: mapped.get(name, name) for name in names})
     exact = None if damaged or mapped else plan_exact_load(index, saved.run, subjects, options)
     if exact is not None:
-        return exact
+        return replace(exact, besides=besides)
     planner = _Planner(saved, subjects, options, progress)
     planner.plan_model()
     planner.plan_optimizers()
-    return planner.finish(mapped, unused_prefixes(options.key_map, names), damaged)
+    return replace(planner.finish(mapped, unused_prefixes(options.key_map, names), damaged), besides=besides)
 
 
-def _open(path: Path, options: LoadOptions) -> tuple[CheckpointIndex, dict[str, str]]:
-    """Return what there is to load from, and what of the checkpoint is damaged and left out."""
+def _open(path: Path, options: LoadOptions) -> tuple[CheckpointIndex, dict[str, str], SavedBesides | None]:
+    """Return what there is to load from, what of the checkpoint is damaged and left out, and what a manager saved besides."""
     if not options.salvage:
-        return open_index(path), {}
+        index = open_index(path, reserved=True)
+        return without_reserved(index), {}, besides_in(index)
     report = salvage(path)
     manifest = {MANIFEST_NAME: report.manifest_problem} if report.manifest_problem is not None else {}
-    return report.index, {**report.damaged, **report.unreadable, **manifest}
+    return report.index, {**report.damaged, **report.unreadable, **manifest}, besides_in(report.index)
 
 
 @dataclass

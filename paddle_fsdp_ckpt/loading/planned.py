@@ -16,6 +16,7 @@ from ..progress import ProgressLine
 from ..saved_run import SavedRun
 from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
+from ..storage.besides import SavedBesides
 from ..storage.casts import read_cast
 from ..storage.index import CheckpointIndex
 from ..storage.plan import ReadPlan, plan_read
@@ -120,6 +121,7 @@ class LoadPlan:
         unused_prefixes: entries of ``key_map`` that nothing needed.
         damaged: see there.
         base: parameters of the model that the checkpoint leaves to the base, and what they were.
+        besides: what a manager saved that is neither the model's nor an optimizer's; None where that can't be read.
     """
 
     index: CheckpointIndex
@@ -138,6 +140,7 @@ class LoadPlan:
     unused_prefixes: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
     base: dict[str, BaseParameter] = field(default_factory=dict)
+    besides: SavedBesides | None = field(default_factory=SavedBesides)
 
     @property
     def damage(self) -> str:

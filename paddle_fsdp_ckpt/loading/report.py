@@ -109,8 +109,9 @@ class LoadReport:
         damaged: key or file of the checkpoint, as it names them -> in words, why it could not be loaded, as ``salvage`` allows. Where
             that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings.
         base: parameters that the checkpoint leaves to the base, since they didn't train when it was saved; they are as they were before.
-        not_restored: in words, what a ``CheckpointManager`` had saved besides and its restore was not given.
         other_base: those of them that are not what they were when it was saved, as ``allow_other_base`` allows.
+        not_restored: in words, what a ``CheckpointManager`` saved besides and was not given back: schedulers that did not come back with
+            their optimizers, scalers, and tensors given as ``sharded``. ``load`` gives none back; ``restore`` what it is given.
         unused_options: patterns and entries of ``key_map`` that nothing needed; perhaps they are misspelt.
     """
 

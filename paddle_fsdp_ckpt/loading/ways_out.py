@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ..fsdp import dtype_name
-from ..optim.registry import MASTER_WEIGHT_KEY
+from ..optimizer_states import MASTER_WEIGHT_KEY, is_master_weight
 from ..storage.problems import KeyProblem, ReadProblems, WaysOut
 from ..subjects import Subjects
 from .saved_names import RenamedCheckpoint
@@ -66,6 +67,21 @@ def find_ways_out(
     )
 
 
+def with_words_on_masters(problems: ReadProblems) -> ReadProblems:
+    """Return the problems of all ranks with what helps where only one side has master weights: other words than of other keys."""
+    masters = [key for key in problems.missing if is_master_weight(key)]
+    words = {}
+    if masters:
+        words["cast"] = f"cast=True, which takes missing master weights (.{MASTER_WEIGHT_KEY}) from the parameters"
+    if masters and len(masters) == len(problems.missing):
+        words["allow_missing"] = ""
+    if problems.unexpected and all(map(is_master_weight, problems.unexpected)):
+        words["allow_unexpected"] = (
+            f"allow_unexpected=['*.{MASTER_WEIGHT_KEY}'], or give the optimizer master weights by multi_precision=True"
+        )
+    return replace(problems, ways_out=replace(problems.ways_out, words=words))
+
+
 def without_states(wrong_shape: Sequence[KeyProblem], states: Collection[str], owner_of: Mapping[str, str]) -> tuple[KeyProblem, ...]:
     """Return the problems without those of states whose parameter has another shape too, which says so.
 
@@ -97,7 +113,7 @@ def patterns_of_missing(
             patterns.update(glob.escape(key) for key in keys)
             patterns.update(f"{glob.escape(key)}.*" for key in keys if has_states)
     # Master weights alone come from the parameters, by a cast.
-    owners = {_owner(key) for key in missing if key in states and not key.endswith(f".{MASTER_WEIGHT_KEY}")}
+    owners = {_owner(key) for key in missing if key in states and not is_master_weight(key)}
     if len(owners) > _FEW and not any(key.endswith("_0") for key in model_keys):
         return (*sorted(patterns), "*_0")
     return (*sorted(patterns), *sorted(f"{glob.escape(name)}.*" for name in owners))

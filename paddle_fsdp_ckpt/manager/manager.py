@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -14,28 +13,23 @@ from typing import Any, Literal
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import CheckpointError
-from ..meeting import absolute_path, check_same
+from ..meeting import check_same
 from ..saving import Kept, prepare_save
 from ..storage.agreement import COORDINATOR
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
-from ..storage.format import MANIFEST_NAME
 from ..storage.json_values import JsonValue
-from ..storage.writer import FileImage
 from ..subjects import Models
-from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, retention_of, whole_number
-from .background import HostBuffer, Worker
+from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, whole_number
 from .history import CheckpointEvent
 from .meetings import Meetings
+from .opening import open_root
 from .restore_telling import tell_begun_anew, tell_restored
 from .restoring import RestoreReport, Restoring
-from .retention import Retention, best_step, need_metrics
-from .run_steps import RunSteps
+from .retention import Retention, best_step
 from .save_job import SaveJob, let_all_hear
-from .steps import Root, read_root, step_name
-from .taken_names import lost_steps
+from .saves import Saves
+from .steps import read_root, step_name
 from .trainer_state import TrainerState, check_metrics, check_trainer_state, describe_common, is_json, keep_trainer_state
-from .votes import Schedule
-from .writer_lock import WriterLock, heal_root
 
 _LOG = logging.getLogger("paddle_fsdp_ckpt")
 
@@ -97,60 +91,32 @@ class CheckpointManager:
         self.restored: RestoreReport | None = None
         self._meetings = Meetings(timeout_seconds)
         self._is_open = True
-
-        def begin() -> JsonValue:
-            self._where = absolute_path(root)
-            if (self._where / MANIFEST_NAME).exists():
-                raise CheckpointError(
-                    f"root is '{self._where}', which is a checkpoint itself; give the directory in which a run's steps lie, or a new one"
-                )
-            self._policies = retention_of(max_to_keep, keep)
-            if when_busy not in ("wait", "refuse"):
-                raise CheckpointError(f"when_busy is {when_busy!r:.100}, and must be 'wait' or 'refuse'")
-            self._schedule = Schedule(
-                self._meetings.store,
-                f"{self._meetings.token}/ballot",
-                timeout_seconds,
-                every_steps=save_every_steps,
-                every_minutes=save_every_minutes,
-                save_signals=save_signals,
-                stop_signals=stop_signals,
-            )
-            undo.callback(self._schedule.close)
-            self._lock = WriterLock(self._where)
-            undo.callback(self._lock.release)
-            return [str(self._where), bool(overwrite), bool(async_save), when_busy, *self._schedule.described()]
-
-        def look(ranks: list[JsonValue]) -> JsonValue:
-            whats = ("root", "overwrite", "async_save", "when_busy", "save_every_steps and save_every_minutes", "signals")
-            for what, values in zip(whats, zip(*ranks, strict=True), strict=True):
-                check_same("CheckpointManager", what, values, "nothing was changed", shown=True)
-            if self._where.is_dir() and (overwrite or async_save or max_to_keep is not None or keep or self._schedule.is_any):
-                # Where the file of the lock can't be written, steps can still be restored; a save will say what is wrong.
-                with suppress(OSError):
-                    self._lock.hold(timeout_seconds)
-            heal_root(self._lock, self._where)
-            found = read_root(self._where, metrics=need_metrics(self._policies))
-            return [found.to_json(), lost_steps(self._where, found)]
-
-        with ExitStack() as undo:
-            held, lost = self._meetings.meet("begin", begin, look)
-            self._steps = RunSteps(self._where, Root.from_json(held), lost, overwrite=overwrite)
-            undo.pop_all()
-        self._on_event = on_event
-        self._async, self._when_busy = async_save, when_busy
-        self._worker, self._buffer = Worker(), HostBuffer()
-        self._done: list[tuple[int, Root]] = []
+        self._root = open_root(
+            self._meetings,
+            root,
+            max_to_keep=max_to_keep,
+            keep=keep,
+            overwrite=overwrite,
+            save_every_steps=save_every_steps,
+            save_every_minutes=save_every_minutes,
+            save_signals=save_signals,
+            stop_signals=stop_signals,
+            async_save=async_save,
+            when_busy=when_busy,
+        )
+        self._steps = self._root.steps
+        self._on_event, self._when_busy = on_event, when_busy
+        self._saves = Saves(self._meetings, self._root, in_background=async_save)
 
     @property
     def has_schedule(self) -> bool:
         """Whether it was told when to save, by steps, minutes or signals; where it wasn't, :meth:`should_save` always says no."""
-        return self._schedule.is_any
+        return self._root.schedule.is_any
 
     @property
     def should_stop(self) -> bool:
         """Whether a signal of ``stop_signals`` came on any rank, as of the last :meth:`should_save`."""
-        return self._schedule.should_stop
+        return self._root.schedule.should_stop
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None, as all ranks know it since the last call that all of them made."""
@@ -181,7 +147,7 @@ class CheckpointManager:
 
         def look(ranks: list[JsonValue]) -> JsonValue:
             check_same("best_step", "metric and mode", ranks, "nothing was read", shown=True)
-            return best_step(metric, mode, [one for one in read_root(self._where, metrics=True).steps if one.step in own])
+            return best_step(metric, mode, [one for one in read_root(self._root.where, metrics=True).steps if one.step in own])
 
         def ask() -> JsonValue:
             if not isinstance(metric, str):
@@ -200,7 +166,7 @@ class CheckpointManager:
         Raises:
             RankFailedError: some rank did not call it in time.
         """
-        return self._schedule.is_due(step) and step != self._steps.last
+        return self._root.schedule.is_due(step) and step != self._steps.last
 
     def save(
         self,
@@ -244,7 +210,7 @@ class CheckpointManager:
         started = time.monotonic()
         self._check_open()
         if self._when_busy == "refuse":
-            self._refuse_while_busy()
+            self._saves.refuse_while_busy()
         self.wait()
         kept: list[Kept] = []
         given: list[TrainerState] = []
@@ -257,25 +223,25 @@ class CheckpointManager:
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
             given.append(state)
             numbers = check_metrics(metrics)
-            check_can_be_compared(self._policies, numbers)
+            check_can_be_compared(self._root.policies, numbers)
             own, digest = keep_trainer_state(state, extra_state, rank_state, numbers, self._meetings.rendezvous.rank)
             checked_metrics.update(numbers)
             kept.append(own)
-            if self._async:
+            if self._saves.in_background:
                 self._meetings.in_background()  # what goes wrong there, all ranks hear of here
             return [number, digest]
 
         def decide(ranks: list[JsonValue]) -> JsonValue:
             if not is_same_save(ranks):
                 return False
-            self._hold_lock()
+            self._root.hold_lock(self._meetings.timeout_seconds)
             return True
 
         if not self._meetings.meet("check", check, decide):
             self._meetings.meet("differ", lambda: describe_common(given[0], extra_state, checked_metrics), check_same_values)
         step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
-            self._where / step_name(step),
+            self._root.where / step_name(step),
             self._meetings.rendezvous,
             self._meetings.next_token("save"),
             model=model,
@@ -288,46 +254,22 @@ class CheckpointManager:
             keep=lambda: kept[0],
         )
         prepared = replace(prepared, manifest=replace(prepared.manifest, discarded=self._steps.to_discard(step)))
-        self._schedule.saved()
+        self._root.schedule.saved()
         self._steps.last = step
         job = SaveJob(
-            self._where,
+            self._root.where,
             step,
             prepared,
             checked_metrics,
             self._meetings.rendezvous,
-            self._policies,
+            self._root.policies,
             self._steps.root.steps,
             frozenset(self._steps.foreign),
             step_name(step) in self._steps.root.skipped,
             self._on_event,
             started,
         )
-        if self._async:
-            self._run_in_background(job)
-        else:
-            self._steps.saved(step, job.run())
-
-    def _run_in_background(self, job: SaveJob) -> None:
-        """Copy what a job is to write, and let it be written from the copies."""
-        image: FileImage | None = None
-        failure: BaseException | None = None
-        try:
-            image = self._buffer.copy(job.prepared)
-        except BaseException as error:  # noqa: BLE001 - the other ranks, whose jobs begin, must hear of it from this rank's
-            failure = error
-        blocked_seconds = time.monotonic() - job.started
-        job = replace(
-            job,
-            image=image,
-            failure=failure,
-            rendezvous=self._meetings.in_background(),
-            blocked_seconds=blocked_seconds,
-            is_awaited=lambda: self._worker.is_awaited,
-        )
-        self._worker.start(lambda: self._done.append((job.step, job.run())), f"the save of step {job.step}")
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure
+        self._saves.run(job)
 
     def restore(
         self,
@@ -380,8 +322,11 @@ class CheckpointManager:
         self._meetings.meet("check", check, check_same_restore)
         state = checked[0]
         step = None if step is None else whole_number(step, "step", 0)
+        if step is not None:
+            self._steps.check_can_be_restored(step)
+        meetings = self._meetings
         restoring = Restoring(
-            self._where, self._steps.root, self._meetings.rendezvous, self._meetings.next_token("restore"), self._meetings.timeout_seconds
+            self._root.where, self._steps.root, meetings.rendezvous, meetings.next_token("restore"), meetings.timeout_seconds
         )
         report = restoring.restore(
             self._steps.to_restore(),
@@ -395,12 +340,12 @@ class CheckpointManager:
         )
         if report is None:
             if self._meetings.rendezvous.rank == COORDINATOR:
-                tell_begun_anew(self._steps, self._where)
+                tell_begun_anew(self._steps, self._root.where)
             return None
         self._steps.restored(report.step, discard_later=discard_later, damaged=report.fell_back_from)
         self.restored = report
         if self._meetings.rendezvous.rank == COORDINATOR:
-            tell_restored(report, self._steps, self._where, time.monotonic() - started, self._on_event)
+            tell_restored(report, self._steps, self._root.where, time.monotonic() - started, self._on_event)
         return report.step
 
     def wait(self) -> None:
@@ -409,10 +354,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: one in the background failed; it is raised once.
         """
-        self._worker.wait()
-        for step, root in self._done:
-            self._steps.saved(step, root)
-        self._done.clear()
+        self._saves.wait()
 
     def close(self) -> None:
         """Wait for what is being written, and for all ranks. All ranks must call it; afterwards nothing can be saved or restored.
@@ -427,7 +369,7 @@ class CheckpointManager:
                 self._meetings.meet("close", lambda: None, lambda _: None)
                 let_all_hear(self._meetings.rendezvous, self._meetings.next_token("closed"), self._meetings.timeout_seconds)
             finally:
-                self._stop_listening()
+                self._root.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -443,31 +385,8 @@ class CheckpointManager:
         except CheckpointError:
             _LOG.exception("a save in the background failed too")
         finally:
-            self._stop_listening()
-
-    def _stop_listening(self) -> None:
-        """Let signals do again what they did, and other runs write to the root; once the last save is there.
-
-        A launcher sends its SIGTERM several times, and another one must not kill the last save.
-        """
-        self._schedule.close()
-        self._lock.release()
-
-    def _hold_lock(self) -> None:
-        """Be, from now on, the only one that writes to the root; on rank 0."""
-        if self._lock.hold(self._meetings.timeout_seconds):
-            try:
-                self._steps.check_nothing_new(read_root(self._where, self._steps.root.steps))
-            except BaseException:
-                self._lock.release()
-                raise
+            self._root.close()
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise CheckpointError("the CheckpointManager was closed; make a new one")
-
-    def _refuse_while_busy(self) -> None:
-        if self._meetings.meet("busy", lambda: self._worker.is_busy, any):
-            raise CheckpointError(
-                "a save is still being written, and when_busy='refuse'; nothing was saved. Call wait() first, or save less often"
-            )

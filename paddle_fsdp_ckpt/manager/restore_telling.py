@@ -9,7 +9,7 @@ from pathlib import Path
 from ..warn import warn_caller
 from .history import CheckpointEvent, tell
 from .restoring import RestoreReport
-from .run_steps import RunSteps, discarded_steps
+from .run_steps import RunSteps
 from .steps import names_of, step_name
 from .taken_names import say_what_else_is_there, say_what_is_taken
 
@@ -53,13 +53,13 @@ def tell_begun_anew(steps: RunSteps, where: Path) -> None:
 
 
 def _warn_of_taken_names(where: Path, steps: RunSteps, restored: int | None) -> None:
-    given_up = discarded_steps(steps.root.steps, steps.lost)
+    given_up = steps.not_removed()
     if given_up and restored is not None:
         _LOG.warning(
             "'%s' holds %s of a history that was given up, and its removal was not finished: the next save removes them. To keep one, "
             "move it elsewhere now",
             where,
-            names_of(sorted(given_up)),
+            names_of(given_up),
         )
     for text in say_what_is_taken(where, steps.root, restored, steps.foreign):
         _LOG.warning("%s", text)

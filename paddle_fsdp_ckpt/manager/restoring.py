@@ -117,10 +117,6 @@ class Restoring:
             options: more arguments of ``load``.
         """
         candidates = [step for step in reversed(steps) if wanted is None or step <= wanted]
-        if wanted is not None and wanted not in candidates:
-            raise IncompleteCheckpointError(
-                f"'{self.where}' has no {step_name(wanted)}; it has {listing(map(step_name, steps)) or 'no steps'}"
-            )
         fell_back_from: dict[int, str] = {}
         for number, step in enumerate(candidates):
             try:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
-from ..errors import TargetExistsError
-from .steps import Root, SavedStep, names_of, step_name
-
-
-def discarded_steps(steps: Sequence[SavedStep], lost: Collection[int]) -> set[int]:
-    """Return the steps of a root that are of a history that was given up, and were to be removed.
-
-    The last step of the one that goes on is the first that discards all committed steps after it; as a rule that is the last step of all.
-    One that was saved anew, or brought back since, was written at another time, and isn't meant.
-
-    Args:
-        steps: the committed ones, in ascending order.
-        lost: those of which no checkpoint is left.
-    """
-    for number, last in enumerate(steps):
-        if all(one.written and last.discarded.get(one.step) == one.written for one in steps[number + 1 :]):
-            of_root = {one.step for one in steps if one.written and last.discarded.get(one.step) == one.written}
-            return of_root | {step for step in lost if last.discarded.get(step) == 0}
-    return set()
+from ..errors import IncompleteCheckpointError, TargetExistsError
+from ..storage.discarded import discarded_steps
+from .given_up import WhyGivenUp, given_up_anew, given_up_as_damaged, given_up_by, given_up_on_going_back, saved_without
+from .steps import Root, names_of, step_name
 
 
 class RunSteps:
@@ -32,8 +17,9 @@ class RunSteps:
     Attributes:
         root: what the root held when it was looked at last.
         lost: steps that were saved there, and of which nothing is left that can be restored.
-        foreign: steps in it of another history than this run's, to be removed once this run has a step of its own. A step says which
-            were, so that a run that is killed before they are gone, or can't remove one that is being read, isn't resumed from them.
+        foreign: steps in it of another history than this run's -> why they are, to be removed once this run has a step of its own. A step
+            says which were, so that a run that is killed before they are gone, or can't remove one that is being read, isn't resumed from
+            them.
         last: the step that was saved or restored last, or began to be saved; None before.
     """
 
@@ -42,7 +28,11 @@ class RunSteps:
         self._where = where
         self.root = root
         self.lost = set(lost)
-        self.foreign = {*root.numbers, *lost} if overwrite else discarded_steps(root.steps, lost)
+        self.foreign: dict[int, WhyGivenUp] = (
+            dict.fromkeys([*root.numbers, *lost], given_up_anew())
+            if overwrite
+            else {step: given_up_by(by, where / step_name(step)) for step, by in discarded_steps(root.steps, lost).items()}
+        )
         self.last: int | None = None
         self._later: list[int] = []
         self._may_save = overwrite or not (root.steps or lost)
@@ -50,7 +40,7 @@ class RunSteps:
     def to_discard(self, step: int) -> dict[int, int]:
         """Return what the manifest of a step is to say of foreign ones; see :class:`~.storage.manifest.Manifest`."""
         known = {one.step: one.written for one in self.root.steps}
-        return {one: known.get(one, 0) for one in self.foreign - {step}}
+        return {one: known.get(one, 0) for one in self.foreign if one != step}
 
     def own(self) -> list[int]:
         """Return the committed steps of this run in ascending order."""
@@ -58,7 +48,35 @@ class RunSteps:
 
     def to_restore(self) -> list[int]:
         """Return the steps of this run that a restore looks at, in ascending order: those that are lost must not be passed over."""
-        return sorted({*self.own(), *self.lost - self.foreign})
+        return sorted({*self.own(), *self.lost.difference(self.foreign)})
+
+    def not_removed(self) -> list[int]:
+        """Return the steps that were given up, as a step says, and whose removal was not finished, in ascending order."""
+        return sorted(step for step, why in self.foreign.items() if why.by is not None)
+
+    def check_can_be_restored(self, step: int) -> None:
+        """Raise unless a restore may look at a step.
+
+        Raises:
+            IncompleteCheckpointError: there is none, or it was given up; the message says by what, and what can be done.
+        """
+        there = self.to_restore()
+        if step in there:
+            return
+        name, others = step_name(step), f"has {names_of(there) or 'no steps'}"
+        why = self.foreign.get(step)
+        if why is not None:
+            way_out = f". {why.way_out}" if step in self.root.numbers else ""
+            raise IncompleteCheckpointError(f"{name} in '{self._where}' was given up: {why.words}{way_out}; '{self._where}' {others}")
+        by = self._gave_up(step)
+        reason = "" if by is None else f" any more, which was given up: {saved_without(by)}"
+        raise IncompleteCheckpointError(f"'{self._where}' has no {name}{reason}; it {others}")
+
+    def _gave_up(self, step: int) -> int | None:
+        """Return the newest step of this run that gave up one that is gone by now; None where that may have been saved anew since."""
+        own = [one for one in self.root.steps if one.step not in self.foreign]
+        by = next((one.step for one in reversed(own) if step in one.discarded), None)
+        return by if by is not None and (step < by or own[-1].step < step) else None
 
     def check_next(self, step: int) -> None:
         """Raise unless this run may save a step.
@@ -100,7 +118,10 @@ class RunSteps:
 
     def restored(self, step: int, *, discard_later: bool, damaged: Collection[int]) -> None:
         """Take note that the run goes on from a step: later ones are foreign if they are discarded, else those that are damaged."""
-        self.foreign |= {one for one in self.to_restore() if one > step} if discard_later else set(damaged)
+        if discard_later:
+            self.foreign |= {one: given_up_on_going_back(step) for one in self.to_restore() if one > step}
+        else:
+            self.foreign |= {one: given_up_as_damaged(step, self._where / step_name(one)) for one in damaged}
         self._later = [one for one in self.own() if one > step]
         self._may_save = True
         self.last = step
@@ -118,4 +139,5 @@ class RunSteps:
         """Take over what the root holds after a save."""
         self.root = root
         self.lost &= {*root.taken}
-        self.foreign &= {*root.numbers, *root.taken} - {step}
+        left = self.foreign.keys() & {*root.numbers, *root.taken} - {step}
+        self.foreign = {one: given_up_by(step, self._where / step_name(one)) for one in left}

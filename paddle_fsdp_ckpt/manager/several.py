@@ -1,14 +1,14 @@
-"""Schedulers and scalers, one or several: under which names they are saved, and which of them are given back."""
+"""Schedulers and scalers, one or several: what an argument stands for by name, and which of those that were saved are given back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import CheckpointError, CorruptCheckpointError, listing
+from ..errors import CheckpointError, listing
+from ..storage.besides import are_numbers
 from ..storage.json_values import JsonValue
 
-_SCALERS = "grad_scalers"
 _KINDS = "one, a list, or a dict by str"
 
 
@@ -33,51 +33,13 @@ def by_name(value: Any, what: str) -> dict[str, Any]:
     return {str(number): one for number, one in enumerate(several)}
 
 
-def write_named(described: Mapping[str, JsonValue]) -> JsonValue:
-    """Return what a checkpoint holds of them: a list where they were given as one, else a dict."""
-    return list(described.values()) if _are_numbers(described) else dict(described)
-
-
-def read_named(saved: JsonValue) -> dict[str, JsonValue]:
-    """Return what :func:`write_named` was given.
-
-    Raises:
-        CorruptCheckpointError: that is not what it returns.
-    """
-    if isinstance(saved, list):
-        return {str(number): one for number, one in enumerate(saved)}
-    if not isinstance(saved, dict):
-        raise CorruptCheckpointError(
-            "what a checkpoint holds of schedulers and scalers is neither a list nor a dict; load another checkpoint"
-        )
-    return saved
-
-
-def write_scalers(described: Mapping[str, JsonValue]) -> JsonValue:
-    """Return what a checkpoint holds of scalers: of one alone its description, as the first checkpoints had it."""
-    if described.keys() <= {"0"}:
-        return described.get("0")
-    return {_SCALERS: write_named(described)}
-
-
-def read_scalers(saved: JsonValue) -> dict[str, JsonValue]:
-    """Return what :func:`write_scalers` was given.
-
-    Raises:
-        CorruptCheckpointError: that is not what it returns.
-    """
-    if saved is None:
-        return {}
-    return read_named(saved[_SCALERS]) if isinstance(saved, dict) and saved.keys() == {_SCALERS} else {"0": saved}
-
-
 def missing_names(what: str, given: Mapping[str, Any], saved: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield, in words, what was given and can't be given back: a list must be as long as it was, a dict may have fewer names."""
     if not given:
         return
     if not saved:
         yield f"the {what} given" if len(given) == 1 else f"the {len(given)} {what}s given"
-    elif _are_numbers(given) or _are_numbers(saved):
+    elif are_numbers(given) or are_numbers(saved):
         if given.keys() != saved.keys():
             yield f"these {_shown(given)} {what}s (it has {_shown(saved)})"
     elif given.keys() - saved.keys():
@@ -92,8 +54,4 @@ def left_names(what: str, given: Mapping[str, Any], saved: Mapping[str, JsonValu
 
 
 def _shown(names: Mapping[str, Any]) -> str:
-    return str(len(names)) if _are_numbers(names) else listing(names)
-
-
-def _are_numbers(names: Mapping[str, Any]) -> bool:
-    return list(names) == [str(number) for number in range(len(names))]
+    return str(len(names)) if are_numbers(names) else listing(names)

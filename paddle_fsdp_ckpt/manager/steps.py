@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, listing
 from ..storage.agreement import COORDINATOR
+from ..storage.discarded import when_written
 from ..storage.format import MANIFEST_NAME, parse_left_over
 from ..storage.index import read_manifest
 from ..storage.json_values import JsonValue
@@ -38,7 +39,7 @@ class SavedStep:
         created: when it was saved, in UTC; None where it can't be read.
         metrics: what was given to the save, e.g. ``{"loss": 1.5}``; empty where nobody needs it.
         is_known: whether that could be read.
-        written: when its manifest was, in nanoseconds, by which it is told from another one of its number; 0 where nobody knows.
+        written: when its manifest was; see :func:`~.storage.discarded.when_written`.
         discarded: the same of the steps that it says are of another history, by their numbers.
     """
 
@@ -231,7 +232,7 @@ def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     assert number is not None
     written = 0
     try:
-        written = max(0, os.stat(root / name / MANIFEST_NAME).st_mtime_ns)  # a time before 1970 tells nothing
+        written = when_written(root / name)
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
         values = metrics_of(encoded.get(METRICS_KEY, b"{}"))

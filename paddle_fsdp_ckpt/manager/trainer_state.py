@@ -16,6 +16,7 @@ from ..differing_values import describe_values
 from ..errors import CheckpointError, CorruptCheckpointError, MismatchError, listing
 from ..fsdp import why_without_values
 from ..host_memory import destinations
+from ..loading.besides import say_not_restored
 from ..loading.planned import counter_of
 from ..meeting import digest_of
 from ..optim import (
@@ -23,12 +24,12 @@ from ..optim import (
     describe_scheduler,
     restore_grad_scaler,
     restore_scheduler,
-    say_learning_rate,
     warn_of_pending_update,
 )
 from ..progress import ProgressLine
 from ..saving import Kept
 from ..storage.agreement import COORDINATOR
+from ..storage.besides import read_named, read_scalers, write_named, write_scalers
 from ..storage.flex import piece_of
 from ..storage.index import read_index, read_manifest
 from ..storage.json_values import JsonValue, check_json
@@ -40,7 +41,7 @@ from ..storage.reader import execute_read, verify_first
 from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, key_of_sharded, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
 from .extra_state import decode_extra_state, encode_extra_state
 from .random_state import capture_random_state, random_state_for, restore_random_state
-from .several import by_name, left_names, missing_names, read_named, read_scalers, write_named, write_scalers
+from .several import by_name, left_names, missing_names
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,9 @@ class SavedState:
 
     def not_restored(self, state: TrainerState, parts: Collection[str]) -> list[str]:
         """Say what was not given to be restored, of which schedulers may have come back with their optimizers; ``parts`` of a load."""
-        with_optimizers = [one["learning_rate"] for one in self.manifest.optimizers if "learning_rate" in parts]
-        left = [one for name, one in self.lr_schedulers.items() if name not in state.lr_schedulers and one not in with_optimizers]
-        sentences = [f"lr_scheduler, {listing(map(say_learning_rate, left))}: give restore(lr_scheduler=...)"] * bool(left)
+        left = [one for name, one in self.lr_schedulers.items() if name not in state.lr_schedulers]
         others = [what for what in self.not_asked_for if not what.startswith("lr_scheduler")]
-        return sentences + [f"{what}: give restore({what.split()[0]}=...)" for what in others]
+        return say_not_restored(left, others, self.manifest.optimizers, parts, "restore")
 
     def read_sharded(self, state: TrainerState, progress: ProgressLine) -> None:
         """Read the sharded tensors into those that were given."""

@@ -18,12 +18,13 @@ from ..errors import MismatchError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_contexts import check_not_cut_before
 from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
 from ..fsdp.sharded_weights import replicated
+from ..optimizer_states import MASTER_WEIGHT_KEY
 from .catalog import StateKind, check_states_known, state_name
 from .fused_checks import check_fused, check_gradients, fused_entry_of
 from .fused_others import check_others, is_repaired
 from .fused_repair import warn_of_harms
 from .fused_tensors import FusedTensor, fused_tensors, held_names, owner_of
-from .registry import MASTER_WEIGHT_KEY, OptimizerState, check_state_values
+from .registry import OptimizerState, check_state_values
 
 _ELEMENTWISE = StateKind.ELEMENTWISE
 

@@ -15,12 +15,10 @@ import paddle
 
 from ..errors import ShardingError, UnsupportedOptimizerError
 from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, few_at_a_time, why_without_values
+from ..optimizer_states import MASTER_WEIGHT_KEY
 from .binding import binding_of, optimizer_shards
 from .catalog import StateKind, check_states_known, entry_of, state_name
 from .parameters import SteppedParameter, WholeParameter, parameter_groups
-
-MASTER_WEIGHT_KEY = "w_0"
-"""What follows a parameter's name in the key of its master weight."""
 
 _ONE_VALUE = [1]
 """The shape that Paddle gives most scalars."""

@@ -54,6 +54,7 @@ class WaysOut:
         key_map: beginning of names in the objects -> what stands there in the checkpoint, where shapes and dtypes are the same.
         weights_fit: whether all would fit if only the model were loaded.
         has_same_shapes: whether anything that is to be loaded has the shape that it has in the checkpoint.
+        words: option of ``load`` -> what is said of it, whatever else would be; nothing where that is empty.
     """
 
     allow_missing: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class WaysOut:
     key_map: dict[str, str] = field(default_factory=dict)
     weights_fit: bool = False
     has_same_shapes: bool = True
+    words: dict[str, str] = field(default_factory=dict)
 
     def say(self, option: str, what: str) -> str:
         """Return an option of ``load`` with its patterns, or with the first of many; ``what`` says what they are of."""
@@ -162,23 +164,22 @@ class ReadProblems:
         rest = f"{between}... ({count - len(shown)} more)" if count > len(shown) else ""
         return f"{count} {what}:{between.removeprefix(',')}{between.join(shown)}{rest}"
 
+    def _options(self) -> list[str]:
+        """Return the options of ``load`` that would let it go on, each as it is to be given."""
+        ways, can_be_named = self.ways_out, not self.nothing_matched
+        options = {
+            "allow_missing": ways.say("allow_missing", "keys that keep their values") if self.missing and can_be_named else "",
+            "allow_unexpected": ways.say("allow_unexpected", "keys to leave out") if self.unexpected and can_be_named else "",
+            "allow_other_shape": ways.say("allow_other_shape", "what keeps its values, and starts its states afresh")
+            if self.wrong_shape and ways.has_same_shapes
+            else "",
+            "cast": "cast=True" if any(CASTABLE in problem.text for problem in self.wrong_dtype) else "",
+            "copy_tied": "copy_tied=True" if self.tied else "",
+        }
+        return [text for text in (options | ways.words).values() if text]
+
     def _way_out(self) -> str:
-        options = []
-        masters = [key for key in self.missing if key.endswith(_OF_MASTER)]
-        if len(masters) < len(self.missing) and not self.nothing_matched:
-            options.append(self.ways_out.say("allow_missing", "keys that keep their values"))
-        if self.unexpected and all(key.endswith(_OF_MASTER) for key in self.unexpected):
-            options.append(f"allow_unexpected=['*{_OF_MASTER}'], or give the optimizer master weights by multi_precision=True")
-        elif self.unexpected and not self.nothing_matched:
-            options.append(self.ways_out.say("allow_unexpected", "keys to leave out"))
-        if self.wrong_shape and self.ways_out.has_same_shapes:
-            options.append(self.ways_out.say("allow_other_shape", "what keeps its values, and starts its states afresh"))
-        if masters:
-            options.append(f"cast=True, which takes missing master weights ({_OF_MASTER}) from the parameters")
-        elif any(CASTABLE in problem.text for problem in self.wrong_dtype):
-            options.append("cast=True")
-        if self.tied:
-            options.append("copy_tied=True")
+        options = self._options()
         either = f"; or say what may differ: {', '.join(options)}" if options else ""
         if self.conflicts:
             return (
@@ -190,9 +191,6 @@ class ReadProblems:
         weights = '; or only the weights, which fit: parts={"model"}' if self.ways_out.weights_fit else ""
         return f"load it into the model and optimizer that it was saved from{either}{weights}"
 
-
-_OF_MASTER = ".w_0"
-"""What ends the key of a master weight."""
 
 CASTABLE = "(cast=True converts it)"
 """What ends the text of a ``wrong_dtype`` that a conversion would solve."""

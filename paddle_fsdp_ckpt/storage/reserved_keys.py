@@ -95,8 +95,18 @@ def without_reserved(index: CheckpointIndex) -> CheckpointIndex:
     ours = [key for key in index.stored if key.startswith(RESERVED_PREFIX)]
     if not ours:
         return index
-    stored = {key: pieces for key, pieces in index.stored.items() if not key.startswith(RESERVED_PREFIX)}
-    return replace(index, stored=stored, dtypes={key: index.dtypes[key] for key in stored})
+    return _of_keys(index, [key for key in index.stored if not key.startswith(RESERVED_PREFIX)])
+
+
+def reserved_alone(index: CheckpointIndex) -> CheckpointIndex:
+    """Return the index of what belongs to no model and no optimizer."""
+    if index.table is not None:
+        return index.with_table(index.table.only(RESERVED_PREFIX))
+    return _of_keys(index, [key for key in index.stored if key.startswith(RESERVED_PREFIX)])
+
+
+def _of_keys(index: CheckpointIndex, keys: Sequence[str]) -> CheckpointIndex:
+    return replace(index, stored={key: index.stored[key] for key in keys}, dtypes={key: index.dtypes[key] for key in keys})
 
 
 def bytes_piece(key: str, nbytes: int) -> Piece:
@@ -114,14 +124,24 @@ def read_bytes(path: Path, manifest: Manifest, file: int, keys: Sequence[str]) -
     index = CheckpointIndex(path, (record,), {}, {}, None)
     entries = [entry for entry in read_columns(path, record).entries() if entry[0] in keys]
     list(index.add(0, entries))
+    return bytes_in(index, keys)
+
+
+def bytes_in(index: CheckpointIndex, keys: Sequence[str]) -> dict[str, bytearray]:
+    """Read bytes that are stored under some keys in the first file of a checkpoint; see :func:`read_bytes`.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     there = [key for key in keys if key in index]
     if not there:
         return {}
+    record = index.files[0]
     sizes = {key: math.prod(index.global_shape(key)) for key in there}
-    plan = plan_read(index, [bytes_piece(key, size) for key, size in sizes.items()], ())
+    plan = plan_read(index, [bytes_piece(key, size) for key, size in sizes.items()], (), index.stored)
     if plan.problems or max(sizes.values()) > record.size:  # before so much memory is taken
         raise CorruptCheckpointError(
-            f"'{path / record.name}' holds something else than bytes as {listing(map(say_key, there))}; load another checkpoint"
+            f"'{index.path / record.name}' holds something else than bytes as {listing(map(say_key, there))}; load another checkpoint"
         )
     values = {key: bytearray(size) for key, size in sizes.items()}
     execute_read(plan, [memoryview(values[key]) for key in there], UNCHANGED)

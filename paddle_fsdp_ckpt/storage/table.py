@@ -104,6 +104,16 @@ class PieceTable:
             return self
         wanted = np.ones(len(self.numbers), np.bool_)
         wanted[unwanted] = False
+        return self._of(wanted)
+
+    def only(self, prefix: str) -> PieceTable:
+        """Return the table of the keys that begin with something."""
+        wanted = np.zeros(len(self.numbers), np.bool_)
+        wanted[[number for key, number in self.numbers.items() if key.startswith(prefix)]] = True
+        return self._of(wanted)
+
+    def _of(self, wanted: NDArray[np.bool_]) -> PieceTable:
+        """Return the table of the keys of which it says so."""
         pieces = wanted[self.key_numbers]
         keys = [key for key, is_wanted in zip(self.numbers, wanted.tolist(), strict=True) if is_wanted]
         return replace(

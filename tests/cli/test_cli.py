@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -150,6 +150,28 @@ def test_a_root_is_verified_checkpoint_by_checkpoint(checkpoint: Path, tmp_path:
     output = capsys.readouterr().out
     assert "- step_00000003: 0_0.safetensors: damaged" in output
     assert output.endswith("damaged or incomplete: 2 of 3\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_of_a_root_a_step_that_was_given_up_is_named(
+    command: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    for step in (1, 2, 3):
+        shutil.copytree(checkpoint, root / f"step_{step:08d}")
+    manifest = Manifest.from_json((checkpoint / MANIFEST_NAME).read_text())
+    written = (root / "step_00000003" / MANIFEST_NAME).stat().st_mtime_ns
+    assert main([command, str(root)]) == 0
+    assert "given up" not in capsys.readouterr().out
+    (root / "step_00000002" / MANIFEST_NAME).write_text(replace(manifest, step=2, discarded={3: written}).to_json())
+    assert main([command, str(root)]) == 0
+    said = "(step_00000003 was given up by the run that saved step_00000002: no manager restores it, and that run's next save removes it)"
+    assert said in capsys.readouterr().out.splitlines()
+    assert main([command, str(root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["given_up"] == {"step_00000003": "step_00000002"}
+    os.utime(root / "step_00000003" / MANIFEST_NAME, ns=(written + 1, written + 1))  # as of one that was saved anew
+    assert main([command, str(root)]) == 0
+    assert "given up" not in capsys.readouterr().out
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from harness import RankPool
 from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, size_text
 from paddle_fsdp_ckpt.export import values
 from paddle_fsdp_ckpt.export.inspection import Amount, Inspection, Steps, inspect
-from paddle_fsdp_ckpt.export.roots import verify_root
+from paddle_fsdp_ckpt.export.roots import entries_of, verify_root
 from paddle_fsdp_ckpt.export.statistics import Statistics
 from paddle_fsdp_ckpt.storage.verify import verify
 
@@ -114,7 +114,7 @@ def test_a_root_of_many(tmp_path: Path, ranks: Ranks) -> None:
     found = inspect(tmp_path)
     assert not found.is_good
     assert "- step_9: " in str(found)
-    assert str(found).splitlines()[0] == str(verify_root(tmp_path)).splitlines()[0]
+    assert str(found).splitlines()[0] == str(verify_root(entries_of(tmp_path))).splitlines()[0]
     assert str(found).startswith(f"'{tmp_path}': 2 checkpoints, 1 of them damaged or incomplete\n")
     shutil.rmtree(tmp_path / "step_9")
     shutil.rmtree(tmp_path / "step_10")

@@ -56,7 +56,7 @@ def save_often(root: str, when_busy: str, count: int) -> tuple[list[int], int, i
                 if "still being written" not in str(error):
                     raise
                 refused += 1
-            sizes.add(checkpoints._buffer.nbytes)
+            sizes.add(checkpoints._saves.buffer.nbytes)
         checkpoints.wait()
         steps = checkpoints.all_steps()
     assert len(sizes) == 1
@@ -178,7 +178,7 @@ def fail_once_in_background(root: str, failing: int, what: str) -> tuple[str, li
         checkpoints.save(1, model=model, optimizer=optimizer)
         checkpoints.wait()
         if this_rank().rank == failing:
-            patch.setattr(*((module, "write_image", write) if what == "write" else (checkpoints._buffer, "copy", copy)))
+            patch.setattr(*((module, "write_image", write) if what == "write" else (checkpoints._saves.buffer, "copy", copy)))
         started = time.monotonic()
         checkpoints.save(2, model=model, optimizer=optimizer)
         try:

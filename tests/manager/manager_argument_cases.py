@@ -20,10 +20,10 @@ import paddle_fsdp_ckpt as ckpt
 from paddle_fsdp_ckpt import CheckpointManager
 
 
-def plain_load(path: str) -> tuple[Any, list[str], bool]:
+def plain_load(path: str) -> tuple[Any, list[str], list[str], bool]:
     model, optimizer = build(seed=6)
     report = ckpt.load(path, model=model, optimizer=optimizer)
-    return report.extra_state, report.unexpected, report.is_exact
+    return report.extra_state, report.unexpected, report.not_restored, report.is_exact
 
 
 def save_with_extra(root: str) -> None:

@@ -69,19 +69,6 @@ def test_an_empty_root_restores_nothing(tmp_path: Path, ranks: Ranks) -> None:
     assert not (tmp_path / "root").exists()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, rank_pools: object) -> Path:
-    """A root of 2 ranks with steps 1 to 3."""
-    root = tmp_path_factory.mktemp("saved") / "root"
-    on(rank_pools.pool(2), manager_runs.run, str(root), 0, 3)  # type: ignore[attr-defined]
-    return root
-
-
-@pytest.fixture
-def root(saved: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(saved, tmp_path / "root")
-
-
 def flip(path: Path) -> None:
     """Flip a bit near the end of a file, among the values."""
     data = bytearray(path.read_bytes())

@@ -130,7 +130,7 @@ def test_load_reads_a_managers_step(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(manager_argument_cases.save_with_extra, str(tmp_path / "root"))
     for world_size in (2, 1):
         results = ranks(world_size).run(manager_argument_cases.plain_load, str(tmp_path / "root" / "step_00000001"))
-        assert results == [({"epoch": 2}, [], True)] * world_size
+        assert results == [({"epoch": 2}, [], ["sharded: give CheckpointManager.restore(sharded=...)"], False)] * world_size
 
 
 def test_a_manager_restores_what_save_saved(tmp_path: Path, ranks: Ranks) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.manager.retention import KeepBest, KeepLast, steps_to_remove
-from paddle_fsdp_ckpt.manager.run_steps import discarded_steps
 from paddle_fsdp_ckpt.manager.steps import (
     Root,
     SavedStep,
@@ -28,6 +27,7 @@ from paddle_fsdp_ckpt.manager.steps import (
     step_name,
     steps_aside,
 )
+from paddle_fsdp_ckpt.storage.discarded import discarded_steps
 from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY, bytes_piece
@@ -174,12 +174,12 @@ def test_steps_of_a_history_that_was_given_up() -> None:
     """Those that the last step of the other one says are, unless they were saved anew or brought back since."""
     old = [SavedStep(number, written=number) for number in (1, 2, 3)]
     back = SavedStep(2, written=4, discarded={3: 3, 9: 0})
-    assert discarded_steps([old[0], back, old[2]], [9, 8]) == {3, 9}
-    assert discarded_steps([old[0], back, SavedStep(3, written=5)], [9]) == set()
-    assert discarded_steps([old[0], back, old[2], SavedStep(4, written=6)], []) == set()
-    assert discarded_steps([*old, SavedStep(4, written=6, discarded={1: 1, 2: 2, 3: 3})], []) == {1, 2, 3}
+    assert discarded_steps([old[0], back, old[2]], [9, 8]) == {3: 2, 9: 2}
+    assert discarded_steps([old[0], back, SavedStep(3, written=5)], [9]) == {}
+    assert discarded_steps([old[0], back, old[2], SavedStep(4, written=6)], []) == {}
+    assert discarded_steps([*old, SavedStep(4, written=6, discarded={1: 1, 2: 2, 3: 3})], []) == {1: 4, 2: 4, 3: 4}
     again = SavedStep(1, written=7, discarded={2: 4, 3: 3})
-    assert discarded_steps([again, back, old[2]], []) == {2, 3}
+    assert discarded_steps([again, back, old[2]], []) == {2: 1, 3: 1}
 
 
 def test_what_can_not_be_cleared_is_named(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def vote_by_time(root: str, late: int) -> list[bool]:
     with CheckpointManager(root, save_every_minutes=60) as checkpoints:
         said.append(checkpoints.should_save(1))
         if this_rank().rank == late:
-            checkpoints._schedule._clock._since -= 3600.0
+            checkpoints._root.schedule._clock._since -= 3600.0
         said.append(checkpoints.should_save(2))
         checkpoints.save(2, model=model, optimizer=optimizer)
         said.append(checkpoints.should_save(3))

@@ -80,6 +80,27 @@ def test_gradients_that_are_not_saved(tmp_path: Path, ranks: Ranks, world_size: 
         assert warned == [False, True, True, False, False, False, True, False]
 
 
+def saves_of_loops_that_clear_otherwise(path: str) -> list[bool]:
+    """Save after each step of a loop that first never clears gradients, then after each save, and then after every other one."""
+    model, optimizer = build("tied", "sgd")
+    warned = []
+    for clears in (False, False, True, True, True, False, True, False, True):
+        model(paddle.zeros([2, 5], "int64")).sum().backward()
+        optimizer.step()
+        warned.append(warns_of_gradients(path, model, optimizer))
+        if clears:
+            optimizer.clear_grad()
+    return warned
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_loop_does_with_gradients_that_a_step_used_may_change(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
+    """Whether the next backward will add to them is told by what the loop did between the last clearing of some and the one before."""
+    for warned in ranks(world_size).run(saves_of_loops_that_clear_otherwise, str(tmp_path / "checkpoint")):
+        # It clears from the third round on, which can be known in the fifth; that it doesn't after the sixth one, in the seventh.
+        assert warned == [False, True, True, True, False, False, True, True, True]
+
+
 def saves_that_warn_of_zeros(path: str) -> dict[str, bool]:
     """Save after two rounds that end with ``clear_grad()``, another call and a look, and tell by that call which saves warn."""
     model, optimizer = build("tied", "sgd")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paddle_fsdp_ckpt.loading import ways_out
+from paddle_fsdp_ckpt.storage.problems import CASTABLE, KeyProblem, ReadProblems
 
 LAYERS = [f"blocks.{i}.{name}" for i in range(3) for name in ("up.weight", "up.bias", "norm.weight")]
 
@@ -67,3 +69,27 @@ def test_many_keys_take_little_time() -> None:
     assert len(ways_out.patterns_of_missing(here, [*here, *kept], set(), has_states=True)) == 2 * len(here)
     ways_out._renamed_layers(*(ways_out._in_layers(some, some, described) for some in (here, there)))
     assert time.process_time() - start < 5.0
+
+
+def said(**problems: Any) -> str:
+    return str(ways_out.with_words_on_masters(ReadProblems(Path("step"), **problems)))
+
+
+def test_words_on_master_weights() -> None:
+    only_one_has_masters = (said(missing=("a.w_0",)), said(unexpected=("a.w_0", "b.w_0")))
+    assert "cast=True, which takes missing master weights (.w_0) from the parameters" in only_one_has_masters[0]
+    assert "allow_missing" not in only_one_has_masters[0]
+    assert "allow_unexpected=['*.w_0'], or give the optimizer master weights by multi_precision=True" in only_one_has_masters[1]
+    both = said(missing=("a.w_0", "b"), unexpected=("c.w_0", "d"))
+    assert "allow_missing=[patterns" in both and "allow_unexpected=[patterns of keys to leave out], cast=True, which" in both
+    other_dtype = (KeyProblem("a", f"float32 {CASTABLE}"),)
+    assert said(missing=("a.w_0",), wrong_dtype=other_dtype).endswith(
+        "cast=True, which takes missing master weights (.w_0) from the parameters"
+    )
+    nothing = said(missing=("a.w_0", "b"), unexpected=("c.w_0",), nothing_matched=True)
+    assert "allow_missing" not in nothing and "allow_unexpected=['*.w_0']" in nothing and "cast=True, which" in nothing
+
+
+@pytest.mark.parametrize("problems", [{"missing": ("a", "b.moment1_0")}, {"unexpected": ("a", "b.w_0")}, {"nothing_matched": True}])
+def test_without_master_weights_nothing_is_said_of_them(problems: dict[str, Any]) -> None:
+    assert said(**problems) == str(ReadProblems(Path("step"), **problems))

@@ -311,9 +311,9 @@ def test_a_table_has_what_the_files_have(drawn: list[list[tuple[str, int, int]]]
             expected.setdefault(key, []).append((file, *place))
     table = table_of([columns_of(rows) for rows in stored])
     assert table is not None
-    for prefix in ("d", "a", "b"):
-        kept = {key: pieces for key, pieces in expected.items() if not key.startswith(prefix)}
-        part = table.without(prefix)
+    for prefix, has in ((prefix, has) for prefix in ("d", "a", "b") for has in (False, True)):
+        kept = {key: pieces for key, pieces in expected.items() if key.startswith(prefix) == has}
+        part = table.only(prefix) if has else table.without(prefix)
         assert list(part.numbers.items()) == [(key, number) for number, key in enumerate(kept)]
         by_place = {
             key: [

@@ -76,12 +76,6 @@ def test_the_way_out_fits_the_problem() -> None:
     assert "copy_tied=True" in str(ReadProblems(PATH, tied=(OtherProblem("x"),)))
     assert "cast=True" in str(ReadProblems(PATH, wrong_dtype=(KeyProblem("a", f"float32 {CASTABLE}"),)))
     assert "cast=True" not in str(ReadProblems(PATH, wrong_dtype=(KeyProblem("a", "int64"),)))
-    only_one_has_masters = (str(ReadProblems(PATH, missing=("a.w_0",))), str(ReadProblems(PATH, unexpected=("a.w_0", "b.w_0"))))
-    assert "cast=True, which takes missing master weights (.w_0) from the parameters" in only_one_has_masters[0]
-    assert "allow_missing" not in only_one_has_masters[0]
-    assert "allow_unexpected=['*.w_0'], or give the optimizer master weights by multi_precision=True" in only_one_has_masters[1]
-    both = str(ReadProblems(PATH, missing=("a.w_0", "b"), unexpected=("c.w_0", "d")))
-    assert "allow_missing=[patterns" in both and "allow_unexpected=[patterns of keys to leave out], cast=True, which" in both
     assert "Way out: either a file is damaged" in str(ReadProblems(PATH, conflicts=(KeyProblem("a", "x"),)))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import UnsupportedOptimizerError
-from ...optimizer_states import CATALOG, REFUSALS, StateKind
-from ..contents import MASTER_WEIGHT
+from ...optimizer_states import CATALOG, MASTER_WEIGHT_KEY, REFUSALS, StateKind
 
 LOW_PRECISION = ("float16", "bfloat16")
 """The dtypes that have master weights."""
@@ -40,7 +39,7 @@ class PlannedState:
     @property
     def is_master(self) -> bool:
         """Whether it is the master weight."""
-        return self.suffix == MASTER_WEIGHT
+        return self.suffix == MASTER_WEIGHT_KEY
 
 
 def planned_states(optimizer: str, dtype: str, *, master_weights: bool) -> list[PlannedState]:
@@ -69,5 +68,5 @@ def planned_states(optimizer: str, dtype: str, *, master_weights: bool) -> list[
             own = always or (dtype if optimizer in _AS_PARAMETER else stepped)
         states.append(PlannedState(f"{name}_0", own, kind))
     if has_master:
-        states.append(PlannedState(MASTER_WEIGHT, "float32", StateKind.ELEMENTWISE))
+        states.append(PlannedState(MASTER_WEIGHT_KEY, "float32", StateKind.ELEMENTWISE))
     return states
