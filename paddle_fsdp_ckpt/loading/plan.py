@@ -21,10 +21,11 @@ from ..storage.casts import can_cast, may_round
 from ..storage.flex import piece_of
 from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
+from ..storage.key_names import RESERVED_PREFIX
 from ..storage.plan import plan_read
 from ..storage.problems import OtherProblem, ReadProblems
 from ..storage.reader import verify_first
-from ..storage.reserved_keys import without_reserved
+from ..storage.reserved_keys import COMMON_KEY, without_reserved
 from ..storage.salvage import salvage
 from ..storage.stock import open_index
 from ..subjects import ModelTensors, Stepper, Subjects
@@ -58,7 +59,8 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: Pr
     names = subjects.model_keys().union(*(one.names for one in subjects.steppers))
     mapped = map_names(options.key_map, names)
     index, damaged, besides = _open(path, options)
-    saved = rename_checkpoint(index, read_saved_run(index), damaged, {name: mapped.get(name, name) for name in names})
+    lacking = [name for name in damaged if not name.startswith(RESERVED_PREFIX)]
+    saved = rename_checkpoint(index, read_saved_run(index), lacking, {name: mapped.get(name, name) for name in names})
     exact = None if damaged or mapped else plan_exact_load(index, saved.run, subjects, options)
     if exact is not None:
         return replace(exact, besides=besides)
@@ -75,7 +77,8 @@ def _open(path: Path, options: LoadOptions) -> tuple[CheckpointIndex, dict[str, 
         return without_reserved(index), {}, besides_in(index)
     report = salvage(path)
     manifest = {MANIFEST_NAME: report.manifest_problem} if report.manifest_problem is not None else {}
-    return report.index, {**report.damaged, **report.unreadable, **manifest}, besides_in(report.index)
+    besides = None if COMMON_KEY in report.damaged else besides_in(report.index)
+    return without_reserved(report.index), {**report.damaged, **report.unreadable, **manifest}, besides
 
 
 @dataclass
@@ -138,6 +141,8 @@ class _Planner:
         # Tensors without elements are not stored.
         empty = {key for key, weight in weights.items() if 0 in weight.global_shape}
         self.expected |= self.wanted.model_keys() - empty - self.base.keys()
+        if self.options.cast:  # of those that are lost, who keeps something of one knows whether the master weight does
+            self.expected -= {key for key in self.wanted.model_keys() if key not in self.index and self._master_of(key) is not None}
         unread = others.union(empty, self.base)
         for key, weight in weights.items():
             if key not in unread:
@@ -169,11 +174,16 @@ class _Planner:
 
     def _model_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
         piece = piece_of(key, weight)
-        if self.options.cast and self.index.dtypes.get(key) in _LOW_PRECISION:
-            master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
-            if master in self.states_of(key) and self.index.dtypes.get(master) == piece.dtype:
+        if self.options.cast and self.index.dtypes.get(key) in (*_LOW_PRECISION, None):  # None where it is lost
+            master = self._master_of(key)
+            if master is not None and self.index.dtypes.get(master) == piece.dtype:
                 return KeyTarget(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
         return KeyTarget(key, piece, weight.local_tensor)
+
+    def _master_of(self, key: str) -> str | None:
+        """Return the key of a parameter's master weight, where the checkpoint has one and it is whole."""
+        master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
+        return master if master in self.states_of(key) and master in self.index else None
 
     def _has_other_shape(self, source: str, weight: ShardedWeight) -> bool:
         return source in self.index and self.index.global_shape(source) != tuple(weight.global_shape)
@@ -197,9 +207,8 @@ class _Planner:
     def plan_optimizers(self) -> None:
         """Plan states and master weights, and let the optimizers have those that are stored."""
         if not self.run.optimizers and self.run.tied is not None and self.options.parts & {"optimizer", "learning_rate"}:
-            raise IncompleteCheckpointError(
-                f"'{self.index.path}' was saved without an optimizer; load it with parts={{\"model\"}}, or with optimizer=None"
-            )
+            said = "has a damaged manifest that names no optimizer" if self.saved.is_manifest_damaged else "was saved without an optimizer"
+            raise IncompleteCheckpointError(f"'{self.index.path}' {said}; load it with parts={{\"model\"}}, or with optimizer=None")
         if not self.wanted.steppers:
             self.not_asked_for += [key for keys in self.states.values() for key in keys]
             return
@@ -232,7 +241,8 @@ class _Planner:
             if loading is None:
                 return
         # Of the parameters of which this rank keeps nothing it has no states; those ranks judge that do.
-        self.expected |= set().union(*(self.states_of(one.slot.name) for one in stepper.parameters if not one.range.numel))
+        elsewhere = set().union(*(self.states_of(one.slot.name) for one in stepper.parameters if not one.range.numel))
+        self.expected |= {key for key in elsewhere if key in self.index}
         told = stored | new | restarted
         self.without_state += [one.slot.name for one in stepper.parameters if one.slot.name not in told and not one.parameter.stop_gradient]
         self.targets += [self._state_target(key, weight) for key, weight in loading.weights.items()]

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import paddle
 
-from ..errors import listing
+from ..errors import counted, listing
 from ..host_memory import destinations
 from ..meeting import digest_of
 from ..pieces import Piece
@@ -19,6 +19,7 @@ from ..storage.base_parameter import BaseParameter
 from ..storage.besides import SavedBesides
 from ..storage.casts import read_cast
 from ..storage.index import CheckpointIndex
+from ..storage.key_names import RESERVED_PREFIX
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import ReadProblems
 from ..storage.ranges import FileRanges
@@ -144,13 +145,12 @@ class LoadPlan:
 
     @property
     def damage(self) -> str:
-        """What is damaged, as a sentence for an error; empty where nothing is."""
-        if not self.damaged:
+        """What is damaged that objects have, as a sentence for an error; empty where nothing is."""
+        damaged = [name for name in self.damaged if not name.startswith(RESERVED_PREFIX)]
+        if not damaged:
             return ""
-        return (
-            f"\n{len(self.damaged)} keys or files of it are damaged, and count as missing: {listing(self.damaged)}; allow_missing says "
-            "which may be"
-        )
+        what = counted(len(damaged), "key or file of it is", "keys or files of it are")
+        return f"\n{what} damaged; what is lost counts as missing: {listing(damaged)}; allow_missing says which may be"
 
     def digest(self) -> str:
         """Return a digest that two ranks have alike only where they see the same checkpoint, with the same damage."""

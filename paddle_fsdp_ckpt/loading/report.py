@@ -107,7 +107,8 @@ class LoadReport:
         mapped: name of a parameter or buffer -> its name in the checkpoint, where ``key_map`` made them differ.
         copied_tied: in words, what is tied on one side only and was copied, as ``copy_tied`` allows.
         damaged: key or file of the checkpoint, as it names them -> in words, why it could not be loaded, as ``salvage`` allows. Where
-            that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings.
+            that is ``manifest.json``, all that it says of the run may be wrong: step, ``extra_state``, settings. Keys that begin with
+            ``@paddle_fsdp_ckpt/`` are of what a ``CheckpointManager`` keeps beside the model, which only its ``restore`` reads.
         base: parameters that the checkpoint leaves to the base, since they didn't train when it was saved; they are as they were before.
         other_base: those of them that are not what they were when it was saved, as ``allow_other_base`` allows.
         not_restored: in words, what a ``CheckpointManager`` saved besides and was not given back: schedulers that did not come back with

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..saved_run import SavedRun
+from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
 
 _NOT_LOADED = " (of the checkpoint)"
@@ -19,7 +20,7 @@ class RenamedCheckpoint:
     Attributes:
         index: where its values lie; keys that no object has keep their names.
         run: what it says about its run.
-        damaged: keys that it had, and of which it has no whole values any more.
+        damaged: keys that it had, and of which it has no whole values any more; and files of it that are damaged.
         original: new name -> the key that the checkpoint has, where they differ.
     """
 
@@ -27,6 +28,11 @@ class RenamedCheckpoint:
     run: SavedRun
     damaged: frozenset[str]
     original: Mapping[str, str]
+
+    @property
+    def is_manifest_damaged(self) -> bool:
+        """Whether what it says about its run may be wrong."""
+        return MANIFEST_NAME in self.damaged
 
     def original_key(self, key: str) -> str:
         """Return the name that the checkpoint has for a key."""

@@ -302,7 +302,9 @@ class CheckpointManager:
             discard_later: with ``step``: that later steps may be removed once the run has saved one. Without, such a run
                 can't save here, of which restore warns.
             random_state: whether to restore the random number generators.
-            load_options: more arguments of ``load``, such as ``parts`` and ``key_map``.
+            load_options: more arguments of ``load``, such as ``parts`` and ``key_map``. With ``salvage=True`` a step that is damaged is
+                restored as far as it is intact, rather than the one before it. What the manager kept beside the model is then left out
+                where it is damaged, of which a warning is logged; :attr:`RestoreReport.lost` names it. Of ``sharded``, give what is whole.
 
         Raises:
             IncompleteCheckpointError: there is no such step.

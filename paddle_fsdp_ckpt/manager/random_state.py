@@ -6,7 +6,8 @@ Paddle's generators of the CPU and of this process's current device. Not kept: g
 At the number of ranks that saved, each rank gets its own state back. At another number a generator whose state was the same on all
 ranks, as where all ranks shuffle alike, gets that on all; of the others each rank gets the state of the saved rank of its number, and
 ranks beyond those are seeded from the state of the first rank and their own number: never two alike, and the same at each restore.
-What one rank alone saved is taken as alike for Python and numpy, and as its own for Paddle.
+What one rank alone saved is taken as alike for Python and numpy, and as its own for Paddle. Where what some ranks saved is lost, theirs
+are made from those that are left in the same way.
 """
 
 from __future__ import annotations
@@ -56,22 +57,24 @@ def random_state_for(rank: int, world_size: int, saved: Mapping[int, dict[str, J
     Args:
         rank: this one.
         world_size: how many there are now.
-        saved: rank -> what :func:`capture_random_state` returned on it: of this rank where as many saved, else of all.
+        saved: rank -> what :func:`capture_random_state` returned on it: of this rank where as many saved and it is not lost, else of
+            all, or of those that are left; at least one.
         saved_ranks: how many saved.
     """
-    if saved_ranks == world_size:
+    if saved_ranks == world_size and rank in saved:
         return saved[rank]
-    return {name: _chosen(name, rank, {number: one.get(name) for number, one in saved.items()}) for name in saved[0]}
+    return {name: _chosen(name, rank, {number: one.get(name) for number, one in saved.items()}) for name in saved[min(saved)]}
 
 
 def _chosen(name: str, rank: int, saved: Mapping[int, JsonValue]) -> JsonValue:
+    first = saved[min(saved)]
     # Of one rank alone nobody knows what would have been alike: data are usually shuffled by the former, dropout drawn from the latter.
-    alike = all(one == saved[0] for one in saved.values()) if len(saved) > 1 else name in ("python", "numpy")
+    alike = all(one == first for one in saved.values()) if len(saved) > 1 else name in ("python", "numpy")
     if alike:
-        return saved[0]
+        return first
     if rank in saved:
         return saved[rank]
-    digest = hashlib.sha256(f"{name} {rank} {json.dumps(saved[0])}".encode()).digest()
+    digest = hashlib.sha256(f"{name} {rank} {json.dumps(first)}".encode()).digest()
     return {"seed": int.from_bytes(digest[:4], "little")}
 
 

@@ -37,6 +37,8 @@ def tell_restored(
     _warn_of_taken_names(where, steps, report.step)
     if text := steps.later():
         warn_caller(text)
+    for text in report.lost:
+        _LOG.warning("restored step %d, of which some is lost: %s", report.step, text)
     for difference in report.differences:  # load has told of its own
         _LOG.warning("restored step %d: %s", report.step, difference)
     for left in report.load.not_restored:

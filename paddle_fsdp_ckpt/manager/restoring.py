@@ -13,7 +13,6 @@ from ..errors import (
     IncompleteCheckpointError,
     MismatchError,
     RankFailedError,
-    UnsafeCheckpointError,
     listing,
 )
 from ..loading import LoadReport, load
@@ -25,10 +24,9 @@ from ..storage.json_values import JsonValue
 from ..storage.read_lock import reading
 from ..storage.reader import PARTIAL_STATE
 from ..storage.system_errors import describe_error
+from .kept_values import DAMAGED
 from .steps import HISTORY_NAME, Root, step_name
 from .trainer_state import SavedState, TrainerState, read_trainer_state
-
-_DAMAGED = (CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError)
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class RestoreReport:
     Attributes:
         step: the step that was restored.
         load: what was loaded into model and optimizers.
-        extra_state: as it was given to the save.
+        extra_state: as it was given to the save; see ``lost``.
         rank_states: rank -> what it gave as ``rank_state``: of this rank, where as many ranks saved as restore; else of all that saved,
             since only the caller knows how such states are divided anew. Empty where plain ``save`` made the step.
         skipped: name in the root -> in words, why it is no step.
@@ -46,6 +44,8 @@ class RestoreReport:
         differences: in words, what of schedulers, scaler and random number generators was saved otherwise, or not saved, and was left.
         not_asked_for: what was saved and not given to the restore: ``"lr_scheduler"``, ``"grad_scaler"``, ``"sharded"``.
         metrics: as they were given to the save.
+        lost: in words, what the manager kept beside the model that is damaged and was left out, as ``salvage`` allows, and what became
+            of it; of all ranks together.
     """
 
     step: int
@@ -57,6 +57,7 @@ class RestoreReport:
     differences: list[str] = field(default_factory=list)
     not_asked_for: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         loaded = str(self.load).split("\n- ")
@@ -65,13 +66,13 @@ class RestoreReport:
         lines += [f"skipped '{name}': {reason}" for name, reason in self.skipped.items()]
         lines += [f"fell back from {step_name(step)}: {reason}" for step, reason in self.fell_back_from.items()]
         lines += [f"metrics: {listing(f'{name} {value:g}' for name, value in self.metrics.items())}"] * bool(self.metrics)
-        lines += self.differences
+        lines += [*self.lost, *self.differences]
         return "\n- ".join(lines)
 
     @property
     def is_exact(self) -> bool:
         """Whether all that the step holds was given back, just as it was saved; see :attr:`~.loading.LoadReport.is_exact`."""
-        return self.load.is_exact and not self.differences
+        return self.load.is_exact and not self.differences and not self.lost
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Restoring:
                 differences,
                 saved.not_asked_for,
                 saved.metrics,
+                saved.lost,
             )
         return None
 
@@ -163,16 +165,24 @@ class Restoring:
         rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
 
         def prepare() -> JsonValue:
-            saved = read_trainer_state(path, state, rank, world_size, long_progress("loading", rank), random_state=random_state)
-            if saved.manifest.step != step:
+            saved = read_trainer_state(
+                path,
+                state,
+                rank,
+                world_size,
+                long_progress("loading", rank),
+                random_state=random_state,
+                salvage=options.get("salvage") is True,
+            )
+            if saved.manifest.step != step and not saved.is_manifest_damaged:
                 raise CorruptCheckpointError(
                     f"'{path}' says that it is step {saved.manifest.step}: somebody renamed it. Give it its name back, or remove it"
                 )
             read.append(saved)
-            return [step, saved.digest(), sorted(state.sharded), saved.sharded]
+            return [step, saved.digest(), sorted(state.sharded), saved.sharded, saved.not_asked_for, saved.lost]
 
-        exchange(self.rendezvous, f"{token}/prepare", prepare, _check_same_restore, self.timeout_seconds)
-        saved = read[0]
+        not_asked_for, lost = exchange(self.rendezvous, f"{token}/prepare", prepare, _judge, self.timeout_seconds)
+        saved = replace(read[0], not_asked_for=not_asked_for, lost=lost)
         loaded = load(
             path,
             **{"verify_first": options.get("check_digests", True), "timeout_seconds": self.timeout_seconds, **options},
@@ -197,19 +207,25 @@ class Restoring:
 
     def _is_damaged(self, step: int, error: CheckpointError) -> bool:
         """Tell whether any rank found the step damaged, rather than that it doesn't fit; the same on all ranks."""
-        own = isinstance(error, _DAMAGED)
+        own = isinstance(error, DAMAGED)
         return bool(exchange(self.rendezvous, f"{self.token}/{step}/damaged", lambda: own, any, self.timeout_seconds))
 
 
 def _with_way_out(error: CheckpointError, step: int, before: Sequence[int]) -> CheckpointError:
     """Return the error of the same kind that says what to go on from."""
-    kind = type(error) if isinstance(error, (*_DAMAGED, RankFailedError)) else CorruptCheckpointError
+    kind = type(error) if isinstance(error, (*DAMAGED, RankFailedError)) else CorruptCheckpointError
     if not before:
         begin = "CheckpointManager(root, overwrite=True) begins anew"
         return kind(f"{step_name(step)} is damaged, and the root has no step before it ({begin}): {error}")
     return kind(
         f"{step_name(step)} is damaged, and the step before it is {step_name(before[0])}: restore(fall_back=True) takes that. {error}"
     )
+
+
+def _judge(ranks: list[JsonValue]) -> JsonValue:
+    """Return what is not asked for and what is lost on any rank, once all read the same step and it holds what they want."""
+    _check_same_restore(ranks)
+    return [list(dict.fromkeys(text for one in ranks for text in one[which])) for which in (4, 5)]
 
 
 def _check_same_restore(ranks: list[JsonValue]) -> None:

@@ -13,7 +13,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.optimizer.lr import LRScheduler
 
 from ..differing_values import describe_values
-from ..errors import CheckpointError, CorruptCheckpointError, MismatchError, listing
+from ..errors import CheckpointError, MismatchError, listing
 from ..fsdp import why_without_values
 from ..host_memory import destinations
 from ..loading.besides import say_not_restored
@@ -31,15 +31,17 @@ from ..saving import Kept
 from ..storage.agreement import COORDINATOR
 from ..storage.besides import read_named, read_scalers, write_named, write_scalers
 from ..storage.flex import piece_of
-from ..storage.index import read_index, read_manifest
+from ..storage.index import CheckpointIndex, read_damaged_manifest, read_index, read_manifest
 from ..storage.json_values import JsonValue, check_json
 from ..storage.key_names import say_key
 from ..storage.manifest import Manifest
 from ..storage.plan import ReadPlan, plan_read
 from ..storage.problems import CASTABLE
 from ..storage.reader import execute_read, verify_first
-from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, key_of_sharded, metrics_of, rank_key, read_bytes, sharded_key, sharded_keys
-from .extra_state import decode_extra_state, encode_extra_state
+from ..storage.reserved_keys import COMMON_KEY, METRICS_KEY, is_sharded_key, key_of_sharded, rank_key, sharded_key, sharded_keys
+from ..storage.salvage import salvage as salvage_checkpoint
+from .extra_state import encode_extra_state
+from .kept_values import DAMAGED, KeptValues, read_kept_values, say_damage
 from .random_state import capture_random_state, random_state_for, restore_random_state
 from .several import by_name, left_names, missing_names
 
@@ -160,8 +162,10 @@ class SavedState:
         grad_scalers: the same of scalers.
         reads: of the sharded tensors; None where none were given.
         sharded: all such keys in the checkpoint; empty where none were given.
-        not_asked_for: in words, what is in the checkpoint and was not given to be restored.
+        not_asked_for: in words, what is in the checkpoint and was not given to be restored, as far as this rank knows.
         metrics: the step's.
+        lost: in words, what of all this is damaged and was left out, and what becomes of it, as far as this rank looked.
+        is_manifest_damaged: whether what the manifest says may be wrong.
     """
 
     manifest: Manifest
@@ -174,6 +178,8 @@ class SavedState:
     sharded: list[str]
     not_asked_for: list[str]
     metrics: dict[str, float]
+    lost: list[str] = field(default_factory=list)
+    is_manifest_damaged: bool = False
 
     def digest(self) -> str:
         """Return a digest of what must be the same on all ranks."""
@@ -181,8 +187,11 @@ class SavedState:
 
     def apply(self, state: TrainerState) -> list[str]:
         """Give all but the sharded tensors back, and return, in words, what differs from what was saved."""
-        differences = [restore_scheduler(one, self.lr_schedulers[name]) for name, one in state.lr_schedulers.items()]
-        differences += [restore_grad_scaler(one, self.grad_scalers[name]) for name, one in state.grad_scalers.items()]
+        # Where what was saved of them is lost, there are none.
+        schedulers = [(one, name) for name, one in state.lr_schedulers.items() if name in self.lr_schedulers]
+        scalers = [(one, name) for name, one in state.grad_scalers.items() if name in self.grad_scalers]
+        differences = [restore_scheduler(one, self.lr_schedulers[name]) for one, name in schedulers]
+        differences += [restore_grad_scaler(one, self.grad_scalers[name]) for one, name in scalers]
         if self.random is None:
             differences.append("no random number states were saved")
         elif self.random:
@@ -203,68 +212,113 @@ class SavedState:
 
 
 def read_trainer_state(
-    path: Path, state: TrainerState, rank: int, world_size: int, progress: ProgressLine, *, random_state: bool
+    path: Path, state: TrainerState, rank: int, world_size: int, progress: ProgressLine, *, random_state: bool, salvage: bool
 ) -> SavedState:
-    """Read what a checkpoint holds for this rank, and check all of it; ``progress`` shows how far that is. Nothing is changed.
+    """Read what a checkpoint holds for this rank, and check all of it. Nothing is changed.
+
+    Args:
+        path: the step.
+        state: what is to be restored.
+        rank: this one.
+        world_size: how many there are.
+        progress: shows how far it is.
+        random_state: whether the random number generators are to be restored.
+        salvage: whether what is damaged is left out, but for tensors that were given by ``sharded``.
 
     Raises:
         CheckpointError: as :func:`~.loading.load`.
     """
-    manifest = read_manifest(path)
-    encoded = read_bytes(path, manifest, COORDINATOR, [COMMON_KEY, METRICS_KEY])
-    own: dict[int, dict[str, Any]] = {}
-    if COMMON_KEY in encoded:
-        common = _decoded(path, COMMON_KEY, encoded[COMMON_KEY], {"extra_state", "lr_schedulers", "grad_scaler"})
-        numbers = [rank] if manifest.world_size == world_size else range(manifest.world_size)
-        own = {number: _read_own(path, manifest, number) for number in numbers}
-    else:  # Saved by save() alone.
-        common = {"extra_state": manifest.extra_state, "lr_schedulers": [], "grad_scaler": None}
+    manifest, lost = _read_manifest(path, salvage=salvage)
+    is_manifest_damaged = bool(lost)
+    every = range(manifest.world_size)
+    kept = read_kept_values(path, manifest, [rank] if manifest.world_size == world_size else every, salvage=salvage)
+    common = kept.common or {"extra_state": manifest.extra_state, "lr_schedulers": [], "grad_scaler": None}
     schedulers, scalers = read_named(common["lr_schedulers"]), read_scalers(common["grad_scaler"])
     missing: list[str] = []
     not_asked_for: list[str] = []
     for what, given, saved in (("lr_scheduler", state.lr_schedulers, schedulers), ("grad_scaler", state.grad_scalers, scalers)):
-        missing += missing_names(what, given, saved)
+        missing += missing_names(what, given, saved) if COMMON_KEY not in kept.lost else ()
         not_asked_for += left_names(what, given, saved)
     if missing:
         raise MismatchError(f"'{path}' was saved without {' and '.join(missing)}; nothing was changed. Restore without, or save with")
-    reads, sharded = _plan_sharded(path, state, progress)
-    if not state.sharded and any(one["sharded"] for one in own.values()):
+    reads, sharded, damaged = _plan_sharded(path, state, progress, salvage=salvage)
+    if not state.sharded and any(one["sharded"] for one in kept.own.values()):
         not_asked_for.append("sharded")
+    own = kept.own
+    if rank_key(rank) in kept.lost and not own:  # what the others kept may do
+        own = read_kept_values(path, manifest, every, salvage=True).own
+    random = _random_state(rank, world_size, manifest, own, is_lost=bool(kept.lost)) if random_state else {}
+    lost += [*_say_lost(kept, manifest, has_random_state=bool(random), random_state=random_state), *damaged]
     return SavedState(
         manifest,
         common["extra_state"],
-        {number: one["rank_state"] for number, one in own.items()},
-        _random_state(rank, world_size, manifest, own) if random_state else {},
+        {number: one["rank_state"] for number, one in kept.own.items()},
+        random,
         schedulers,
         scalers,
         reads,
         sharded,
         not_asked_for,
-        _metrics(path, encoded),
+        kept.metrics,
+        lost,
+        is_manifest_damaged,
     )
 
 
-def _metrics(path: Path, encoded: Mapping[str, bytes | bytearray]) -> dict[str, float]:
+def _read_manifest(path: Path, *, salvage: bool) -> tuple[Manifest, list[str]]:
+    """Return the manifest, and in words what is wrong with it."""
     try:
-        return metrics_of(encoded.get(METRICS_KEY, b"{}"))
-    except ValueError as error:
-        raise CorruptCheckpointError(f"'{path}', '{METRICS_KEY}' is not what a save writes ({error}); load another checkpoint") from error
+        return read_manifest(path), []
+    except DAMAGED as error:
+        if not salvage:
+            raise
+        try:
+            return read_damaged_manifest(path), [f"step, extra_state and settings may be wrong, since {say_damage(error, path)}"]
+        except CheckpointError:
+            raise error from None
 
 
-def _random_state(rank: int, world_size: int, manifest: Manifest, own: dict[int, dict[str, Any]]) -> dict[str, JsonValue] | None:
+def _say_lost(kept: KeptValues, manifest: Manifest, *, has_random_state: bool, random_state: bool) -> list[str]:
+    """Say what can't be read of what the manager kept, and what becomes of it."""
+    generators = (
+        "its random number generators go on from what other ranks kept"
+        if has_random_state
+        else "its random number generators stay as they are"
+    )
+    of_rank = f"its rank_state is lost, and {generators}" if random_state else "its rank_state is lost"
+    extra = "extra_state is None" if manifest.extra_state is None else "extra_state is taken from the manifest"
+    effects = {
+        COMMON_KEY: f"{extra}, and schedulers and scalers stay as they are, but for schedulers of optimizers that are loaded",
+        METRICS_KEY: "no metrics are known",
+    }
+    return [f"{say_key(key)} can't be read, since {why}; {effects.get(key, of_rank)}" for key, why in kept.lost.items()]
+
+
+def _random_state(
+    rank: int, world_size: int, manifest: Manifest, own: dict[int, dict[str, Any]], *, is_lost: bool
+) -> dict[str, JsonValue] | None:
     if not own:
-        return None
+        return {} if is_lost else None
     return random_state_for(rank, world_size, {number: one["random"] for number, one in own.items()}, manifest.world_size)
 
 
-def _plan_sharded(path: Path, state: TrainerState, progress: ProgressLine) -> tuple[ReadPlan | None, list[str]]:
-    """Plan how the sharded tensors are read, check what is read, and return which there are."""
+def _plan_sharded(
+    path: Path, state: TrainerState, progress: ProgressLine, *, salvage: bool
+) -> tuple[ReadPlan | None, list[str], list[str]]:
+    """Plan how the sharded tensors are read, check what is read, and return which there are, and in words which are damaged."""
     if not state.sharded:
-        return None, []
-    index = read_index(path)
+        return None, [], []
+    index, damaged = _open_sharded(path, salvage=salvage)
     saved = sorted(sharded_keys(index))
+    told = [f"{say_key(sharded_key(key))} is lost: {why}" for key, why in damaged.items()]
+    needed = [f"'{key}' ({why})" for key, why in damaged.items() if key in state.sharded]
+    if needed:
+        raise MismatchError(
+            f"sharded: '{path}' has no whole values any more of {listing(needed)}; nothing was changed. Leave these out of sharded=, and "
+            "start them afresh (from the weights, for an average)"
+        )
     if not state.sharded.keys() <= set(saved):
-        return None, saved  # what all ranks gave is compared with it
+        return None, saved, told  # what all ranks gave is compared with it
     pieces = [piece_of(sharded_key(key), weight) for key, weight in state.sharded.items()]
     # What this rank holds nothing of, another one does.
     reads = plan_read(index, pieces, (), index.stored)
@@ -279,19 +333,12 @@ def _plan_sharded(path: Path, state: TrainerState, progress: ProgressLine) -> tu
     problems.raise_if_any()
     with progress:
         verify_first(reads, counter_of(progress, reads))
-    return reads, saved
+    return reads, saved, told
 
 
-def _read_own(path: Path, manifest: Manifest, number: int) -> Any:
-    key = rank_key(number)
-    encoded = read_bytes(path, manifest, number, [key])
-    if key not in encoded:
-        raise CorruptCheckpointError(f"'{path}' lacks what rank {number} kept for itself; load another checkpoint")
-    return _decoded(path, key, encoded[key], {"random", "rank_state", "sharded"})
-
-
-def _decoded(path: Path, key: str, encoded: bytearray, fields: set[str]) -> dict[str, Any]:
-    value = decode_extra_state(encoded, f"'{path}', {say_key(key)}")
-    if not isinstance(value, dict) or value.keys() != fields:
-        raise CorruptCheckpointError(f"'{path}', {say_key(key)}: it is not what a save writes; load another checkpoint")
-    return value
+def _open_sharded(path: Path, *, salvage: bool) -> tuple[CheckpointIndex, dict[str, str]]:
+    """Return the index in which sharded tensors are, and which of them are damaged and left out, and why."""
+    if not salvage:
+        return read_index(path), {}
+    report = salvage_checkpoint(path)
+    return report.index, {key_of_sharded(key): why for key, why in report.damaged.items() if is_sharded_key(key)}

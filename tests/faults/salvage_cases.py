@@ -15,12 +15,15 @@ import paddle_fsdp_ckpt as ckpt
 WIDE = (512, 1100)
 """Shape of a weight of several chunks."""
 
+WIDER = (1024, 1100)
+"""The same of 16-bit numbers."""
+
 
 class Two(nn.Layer):
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, int] = WIDE) -> None:
         super().__init__()
-        self.first = nn.Linear(*WIDE, bias_attr=False)
-        self.second = nn.Linear(*WIDE, bias_attr=False)
+        self.first = nn.Linear(*shape, bias_attr=False)
+        self.second = nn.Linear(*shape, bias_attr=False)
 
 
 def build(seed: float) -> tuple[nn.Layer, Any]:
@@ -66,6 +69,33 @@ def load_badly_unsalvaged(path: str) -> str:
 
 def load_badly_salvaged(path: str, allow_missing: list[str]) -> str:
     return load_badly(path, salvage=True, allow_missing=allow_missing)
+
+
+def build_low(seed: float, dtype: str) -> tuple[nn.Layer, Any]:
+    model = Two(WIDER)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.set_value(np.arange(parameter.size, dtype="float32").reshape(WIDER) * 1e-3 + number + seed)
+    model.to(dtype=dtype)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters(), multi_precision=True)
+    ckpt.fully_shard(model, optimizer=optimizer, unit_layers=[Two])
+    ckpt.init_optimizer_state(optimizer)
+    return model, optimizer
+
+
+def save_low(path: str) -> np.ndarray:
+    """Save bfloat16 weights, with master weights that have more digits, of which those of the first one are returned."""
+    model, optimizer = build_low(0.0, "bfloat16")
+    for key, weight in ckpt.optimizer_sharded_state_dict(optimizer).items():
+        if key.endswith(".w_0"):
+            paddle.assign(weight.local_tensor + 1e-5, weight.local_tensor)
+    ckpt.save(path, model=model, optimizer=optimizer)
+    return ckpt.full_optimizer_state_dict(optimizer, to_rank=None)["first.weight.w_0"].numpy()
+
+
+def load_as_float32(path: str, allow_missing: list[str]) -> tuple[Any, dict[str, np.ndarray]]:
+    model, optimizer = build_low(100.0, "float32")
+    report = ckpt.load(path, model=model, optimizer=optimizer, salvage=True, cast=True, allow_missing=allow_missing)
+    return report, values_of(model, optimizer)
 
 
 def load_intact(path: str, allow_missing: list[str], parts: Any = None) -> tuple[Any, dict[str, np.ndarray]]:

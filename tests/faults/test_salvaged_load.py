@@ -11,6 +11,7 @@ import pytest
 import salvage_cases as cases
 from harness import RankPool
 
+from paddle_fsdp_ckpt.storage.format import DTYPE_NBYTES
 from paddle_fsdp_ckpt.storage.index import read_index
 
 Ranks = Callable[[int], RankPool]
@@ -28,7 +29,7 @@ def damaged(saved: Path, target: Path, key: str) -> str:
     shutil.copytree(saved, target)
     piece, name, offset = next(iter(read_index(target).pieces(key)))
     data = bytearray((target / name).read_bytes())
-    data[offset + 2 * piece.numel] ^= 4
+    data[offset + DTYPE_NBYTES[piece.dtype] * piece.numel // 2] ^= 4
     (target / name).write_bytes(data)
     return str(target)
 
@@ -85,3 +86,18 @@ def test_of_an_intact_one_everything_is_loaded(saved: tuple[Path, dict[str, np.n
         assert report.is_exact
         for key, value in saved[1].items():
             np.testing.assert_array_equal(values[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_master_weight_stands_for_a_damaged_weight(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
+    """Where the weight itself would be taken from it too, that of a low-precision model."""
+    masters = ranks(2).run(cases.save_low, str(tmp_path / "saved"))[0]
+    path = damaged(tmp_path / "saved", tmp_path / "damaged", "first.weight")
+    for report, values in ranks(world_size).run(cases.load_as_float32, path, []):
+        assert list(report.damaged) == ["first.weight"] and report.missing == []
+        assert ("first.weight", "first.weight.w_0") in {(one.key, one.source) for one in report.casts}
+        np.testing.assert_array_equal(values["first.weight"], masters)
+    path = damaged(Path(path), tmp_path / "both", "first.weight.w_0")
+    for report, values in ranks(world_size).run(cases.load_as_float32, path, ["first.weight"]):
+        assert report.missing == ["first.weight"]
+        assert values["first.weight"].min() >= 100.0
