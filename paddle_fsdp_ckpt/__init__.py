@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .averaging import update_average
     from .errors import (
         CheckpointError,
         CorruptCheckpointError,
@@ -90,6 +91,7 @@ __all__ = [
     "sharded_state_dict",
     "split_weight_decay",
     "unshard",
+    "update_average",
     "verify",
 ]
 
@@ -140,11 +142,13 @@ _MODULES = {
     "sharded_state_dict": "state_dict",
     "split_weight_decay": "optim",
     "unshard": "unsharding",
+    "update_average": "averaging",
     "verify": "storage.verify",
 }
 """Where each public name lives."""
 
 _NEED_PADDLE = {
+    "averaging",
     "fsdp",
     "gather",
     "gather_states",

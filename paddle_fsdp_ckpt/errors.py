@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LISTED = 20
+FEW = 5
+"""How many items a message lists whose readers need to know only of which kind they are."""
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -59,11 +61,11 @@ class UnboundOptimizerError(ShardingError):
     """A sharded model was trained, or an optimizer stepped, without the optimizer being bound to the model."""
 
 
-def listing(items: Iterable[str]) -> str:
-    """Return the first 20 items joined by commas, and how many more there are."""
+def listing(items: Iterable[str], most: int = _LISTED) -> str:
+    """Return the first items joined by commas, 20 at most by default, and how many more there are."""
     all_items = list(items)
-    shown = ", ".join(all_items[:_LISTED])
-    rest = len(all_items) - _LISTED
+    shown = ", ".join(all_items[:most])
+    rest = len(all_items) - most
     return f"{shown}, ... ({rest} more)" if rest > 0 else shown
 
 

@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import nn
 
-from .errors import CheckpointError, RankFailedError, ShardingError, listing
+from .errors import FEW, CheckpointError, RankFailedError, ShardingError, listing
 from .fsdp import Communicator, dtype_name, named_buffers, named_parameters, runtime_of
 from .host_memory import chunks_of
 from .layout import Slot
@@ -25,6 +25,7 @@ from .storage.casts import may_overflow
 from .storage.digests import digest_of_parts
 from .storage.plan import FLOATING_DTYPES
 from .subjects import check_tensors
+from .warn import warn_caller
 
 Selection: TypeAlias = str | Iterable[str] | Callable[[str], bool]
 """Which names: a shell-style pattern or several (``*``, ``?``, ``[...]``; ``*`` crosses dots), or a function that tells of a name."""
@@ -58,7 +59,7 @@ def iter_full_parameters(
 
     Args:
         model: sharded by ``fully_shard``, ours or Paddle's own; or plain, without any communication then.
-        include: names to yield; by default all.
+        include: names to yield; by default all. A pattern that no name has is warned of.
         exclude: names not to yield, though included.
         trainable_only: leave out parameters with ``stop_gradient``.
         dtype: a floating point dtype of Paddle, or its name, to convert to; by default each keeps its own. A finite value that would
@@ -76,7 +77,7 @@ def iter_full_parameters(
     """
     check_tensors(model)
     sharding = sharding_of(model)
-    is_wanted = _choice(include, exclude)
+    is_wanted = _choice(include, exclude, lambda: _parameter_names(model, sharding))
     dtype = None if dtype is None else _name_of(dtype)
     if sharding.is_plain:
         if not receives(sharding, to_rank):
@@ -139,7 +140,8 @@ def full_state_dict(
         ShardingError: as :func:`iter_full_parameters`.
         CheckpointError: the same.
     """
-    is_wanted = _choice(include, exclude)
+    buffers = [] if trainable_only else [name for name, _ in named_buffers(model)]
+    is_wanted = _choice(include, exclude, lambda: [*_parameter_names(model, sharding_of(model)), *buffers])
     found = dict(iter_full_parameters(model, include=is_wanted, trainable_only=trainable_only, dtype=dtype, device=device, to_rank=to_rank))
     if not trainable_only and receives(sharding_of(model), to_rank):
         for name, buffer in named_buffers(model):
@@ -193,18 +195,35 @@ def _say_too_large(names: Sequence[str], dtype: str | None) -> CheckpointError:
     return CheckpointError(f"values of {of} are too large for {dtype}, and would become infinite; ask for another dtype")
 
 
-def _choice(include: Selection | None, exclude: Selection | None) -> Callable[[str], bool]:
-    """Return what tells whether a name is wanted."""
-    included = _matcher("*" if include is None else include)
-    excluded = _matcher(() if exclude is None else exclude)
+def _choice(include: Selection | None, exclude: Selection | None, names: Callable[[], list[str]]) -> Callable[[str], bool]:
+    """Return what tells whether a name is wanted; warn of patterns that are of none of the names that there are."""
+    patterns: dict[str, tuple[str, ...]] = {}
+    included = _matcher("include", "*" if include is None else include, patterns)
+    excluded = _matcher("exclude", () if exclude is None else exclude, patterns)
+    if any(one != "*" for some in patterns.values() for one in some):
+        _warn_of_unused(patterns, names())
     return lambda name: included(name) and not excluded(name)
 
 
-def _matcher(selection: Selection) -> Callable[[str], bool]:
+def _matcher(option: str, selection: Selection, patterns: dict[str, tuple[str, ...]]) -> Callable[[str], bool]:
+    """Return what tells whether a name is selected; add the option's patterns, if it has any."""
     if callable(selection):
         return lambda name: bool(selection(name))
-    patterns = (selection,) if isinstance(selection, str) else tuple(selection)
-    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+    own = patterns[option] = (selection,) if isinstance(selection, str) else tuple(selection)
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in own)
+
+
+def _warn_of_unused(patterns: dict[str, tuple[str, ...]], names: list[str]) -> None:
+    for option, some in patterns.items():
+        unused = [repr(one) for one in some if not any(fnmatchcase(name, one) for name in names)]
+        if unused:
+            warn_caller(f"{option}: nothing is called as {listing(unused)}; the names are {listing(names, FEW)}")
+
+
+def _parameter_names(model: nn.Layer, sharding: Sharding) -> list[str]:
+    if sharding.is_plain:
+        return [name for named in named_parameters(model) for name in named.names]
+    return [name for shard in sharding.flat_shards() for slot in shard.layout.slots for name in slot.names]
 
 
 def _iterate_plain(

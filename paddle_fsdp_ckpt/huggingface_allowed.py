@@ -21,32 +21,31 @@ class Allowed(NamedTuple):
         missing: names in the model that keep their values.
         unexpected: names of tensors of the files that go nowhere.
         other_shape: names in the model that keep their values where what they come from has another shape.
+        resize: names in the model that get what both have, where what they come from has another size in one dimension.
     """
 
     given: dict[str, tuple[str, ...]]
     missing: Patterns
     unexpected: Patterns
     other_shape: Patterns
-
-    def may_have_other_shape(self, names: Iterable[str]) -> bool:
-        """Tell whether a tensor of the model, which has these names, may have another shape than what it comes from."""
-        matched = [self.other_shape.match(name) for name in names]
-        return any(matched)
+    resize: Patterns
 
     def unused(self) -> tuple[str, ...]:
         """Return the options that nothing has needed so far, as a caller writes them."""
-        used = [patterns.used() for patterns in (self.missing, self.unexpected, self.other_shape)]
+        used = [patterns.used() for patterns in (self.missing, self.unexpected, self.other_shape, self.resize)]
         options = zip(self.given.items(), used, strict=True)
         return tuple(f"{name}={one!r}" for (name, patterns), of_use in options for one in patterns if one not in of_use)
 
 
-def check_allowed(allow_missing: Any, allow_unexpected: Any, allow_other_shape: Any) -> Allowed:
+def check_allowed(**options: Any) -> Allowed:
     """Return what a caller allows, checked.
+
+    Args:
+        options: ``allow_missing``, ``allow_unexpected``, ``allow_other_shape`` and ``resize``, in this order.
 
     Raises:
         CheckpointError: one of them isn't a collection of patterns.
     """
-    options = {"allow_missing": allow_missing, "allow_unexpected": allow_unexpected, "allow_other_shape": allow_other_shape}
     given = {name: check_patterns("load_huggingface", name, patterns) for name, patterns in options.items()}
     return Allowed(given, *map(Patterns, given.values()))
 
@@ -62,15 +61,16 @@ def rules_of(recipe: Recipe, keys: Sequence[str], may_be_missing: Patterns) -> d
     try:
         return recipe.rules_of(key for key in keys if key not in without or key in refused)
     except MismatchError as error:
-        raise MismatchError(f"{error}{offer_kept(refused, (), keys)}") from error
+        raise MismatchError(f"{error}{offer_kept(refused, (), (), keys)}") from error
 
 
-def offer_kept(missing: Collection[str], other_shape: Iterable[str], keys: Collection[str]) -> str:
-    """Return what an error says besides where keys of the model can't have their values; nothing where none can.
+def offer_kept(missing: Collection[str], other_shape: Iterable[str], resizable: Iterable[str], keys: Collection[str]) -> str:
+    """Return what an error says besides where keys of the model can't have their values, or not all; nothing where none can.
 
     Args:
         missing: those that have nothing that they come from.
         other_shape: names of tensors that come from such of another shape, one each.
+        resizable: those of them of which one dimension has another size.
         keys: all of the model.
     """
     if len(missing) == len(keys):
@@ -78,10 +78,12 @@ def offer_kept(missing: Collection[str], other_shape: Iterable[str], keys: Colle
     ways = WaysOut(
         allow_missing=patterns_of_missing(sorted(missing), keys, (), has_states=False),
         allow_other_shape=tuple(sorted(map(glob.escape, other_shape))),
+        resize=tuple(sorted(map(glob.escape, resizable))),
     )
+    resize = f". The rows or columns that both have are loaded by {ways.say('resize', 'what has another size')}" if ways.resize else ""
     options = [ways.say("allow_missing", "keys that keep their values")] if ways.allow_missing else []
     options += [ways.say("allow_other_shape", "keys that keep their values")] if ways.allow_other_shape else []
-    return f". Or say what may keep its values: {', '.join(options)}" if options else ""
+    return f"{resize}. Or say what may keep its values: {', '.join(options)}" if options else ""
 
 
 def offer_unexpected(refused: Sequence[str], stored: Collection[str]) -> str:

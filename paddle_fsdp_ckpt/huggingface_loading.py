@@ -12,19 +12,20 @@ from typing import NamedTuple
 
 from paddle import nn
 
-from .errors import MismatchError, RankFailedError, ShardingError, counted, listing
-from .export.config import CONFIG_NAME, read_config
+from .errors import FEW, MismatchError, RankFailedError, ShardingError, counted, listing
+from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .export.huggingface_files import COMPUTED, read_huggingface_index
 from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
-from .export.recipes.rules import TensorSource
+from .export.recipes.rules import Recipe, Rule, TensorSource
 from .export.recipes.spelling import check_layout, spelled_for
 from .fsdp import dtype_name
 from .huggingface_allowed import Allowed, check_allowed, offer_kept, offer_unexpected, rules_of
-from .huggingface_origins import Origin, find_heads, find_lacking, origin_of
+from .huggingface_origins import Origin, find_heads, find_lacking, origin_of, resize_origin
 from .huggingface_reading import Reading
 from .huggingface_report import HuggingFaceLoadReport, OtherShape
 from .layout import Range
+from .loading.report import Resized
 from .meeting import absolute_path, check_same, open_meeting
 from .pieces import whole_piece
 from .progress import long_progress
@@ -47,6 +48,7 @@ def load_huggingface(
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     allow_other_shape: Iterable[str] = (),
+    resize: Iterable[str] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> HuggingFaceLoadReport:
     """Give a model the weights of a Hugging Face model in safetensors files. All ranks must call it alike.
@@ -68,6 +70,9 @@ def load_huggingface(
         allow_unexpected: patterns, such as ``"lm_head.*"``, of names of the files' tensors that may go nowhere.
         allow_other_shape: patterns, such as ``"*.embed_tokens.weight"``, of the model's names that may have another shape in the files, as
             where a vocabulary has grown. They keep their values; of the names of one tensor that several have, one pattern is enough.
+        resize: patterns of the model's names, such as the same, of which what they come from may have another size in one dimension. The
+            leading rows, or columns, that both have are loaded; those that the files lack keep their values, and those that they have
+            besides are left out. For keys that come from just one tensor; goes before ``allow_other_shape``.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -82,7 +87,9 @@ def load_huggingface(
     planned: list[_Plan] = []
 
     def prepare() -> JsonValue:
-        allowed = check_allowed(allow_missing, allow_unexpected, allow_other_shape)
+        allowed = check_allowed(
+            allow_missing=allow_missing, allow_unexpected=allow_unexpected, allow_other_shape=allow_other_shape, resize=resize
+        )
         plan = _prepare(absolute_path(path), check_subjects(model, []), recipe, allowed, cast=cast, compare=rendezvous.rank == COORDINATOR)
         planned.append(plan)
         arguments = {"recipe": recipe, "cast": cast, **{name: list(patterns) for name, patterns in allowed.given.items()}}
@@ -142,8 +149,12 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     wholes = {name: whole_piece(name, tensor.dtype, tensor.shape) for tensor in tensors for name in tensor.names}
     present = [key for key in wholes if key not in kept and key not in lacking]
     origins = {key: origin_of(index, wholes[key], rules, heads.get(key), config) for key in present}
+    resizable = _resizable(_differing(tensors, origins), origins)
+    resized = {key: some for key, (tensor, some) in resizable.items() if allowed.resize.match_any(tensor.names)}
+    for some in resized.values():
+        origins |= {name: origin for name, (origin, _) in some.items()}
     differing = _differing(tensors, origins)
-    reshaped = {key: tensor for key, tensor in differing.items() if allowed.may_have_other_shape(tensor.names)}
+    reshaped = {key: tensor for key, tensor in differing.items() if allowed.other_shape.match_any(tensor.names)}
     left = {name for tensor in reshaped.values() for name in tensor.names}
     # How what isn't read lies doesn't matter; the embedding says how all else must.
     laid = {rule.tied_to for rule in chosen.rules}.intersection(rules) | origins.keys() - left
@@ -155,6 +166,7 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     targets: list[TensorTarget] = []
     tied: list[tuple[Sequence[TensorSource], Sequence[TensorSource]]] = []
     problems: list[str] = []
+    other_dtypes: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         if tensor.names[0] in left:
             continue
@@ -166,17 +178,19 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
                 problems += [f"'{key}' needs '{name}', which is missing" for name in lacking[key]]
                 continue
             sources, _, differences = origins[key]
-            problems += [*differences, *_dtype_problems(index, key, tensor.dtype, sources, cast=cast)]
+            problems += [*differences, *_problems(index, key, tensor.dtype, sources, other_dtypes, cast=cast)]
             if sources:
                 found.append(sources)
         if found:
             targets.append(TensorTarget(tensor.names[0], tensor.dtype, tensor.shape, tensor.kept, found[0]))
             tied += [(found[0], other) for other in found[1:]]
             kept.difference_update(tensor.names)  # another name of the same tensor, which is loaded
+    problems += _say_dtypes(other_dtypes)
     if problems:
         refused = [key for key in lacking if key not in kept and key not in left]
         of_other_shape = [key for key in differing if key not in reshaped]
-        offer = offer_kept(refused, of_other_shape, keys) if _some_fit(tensors, origins, differing.values()) else ""
+        to_resize = [key for key in of_other_shape if key in resizable]
+        offer = offer_kept(refused, of_other_shape, to_resize, keys) if _some_fit(tensors, origins, differing.values()) else ""
         raise MismatchError(f"the model doesn't fit '{path}'; nothing was changed: {listing(problems)}{offer}")
     if (kept or reshaped) and not targets:
         raise MismatchError(
@@ -187,12 +201,14 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
         _check_same_values(index, first, also)
     used = {source.name for target in targets for source in target.sources} | {source.name for _, also in tied for source in also}
     used |= {head.own_tensor for key, head in heads.items() if key not in kept}
+    used |= _tied_besides(index, chosen, rules, config)
     used |= {name for key in left.intersection(origins) for name in origins[key].stored}
     unused = sorted(name for name in index.stored if name not in used and not name.endswith(COMPUTED))
     left_out = tuple(name for name in unused if allowed.unexpected.match(name))
     count = len({source.name for target in targets for source in target.sources})
     others = tuple(OtherShape(key, origins[key].stored, tensor.shape) for key, tensor in sorted(reshaped.items()))
-    report = HuggingFaceLoadReport(index.path, count, tuple(sorted(kept)), left_out, allowed.unused(), others)
+    sizes = tuple(some[key][1] for key, some in sorted(resized.items()))
+    report = HuggingFaceLoadReport(index.path, count, tuple(sorted(kept)), left_out, allowed.unused(), others, sizes)
     unexpected = tuple(name for name in unused if name not in left_out)
     reading = Reading(index, targets, subjects.sharding.communicator, weights)
     return _Plan(index, subjects, unexpected, tuple(sorted(kept | left)), reading, report)
@@ -205,6 +221,19 @@ def _differing(tensors: Iterable[_Tensor], origins: Mapping[str, Origin]) -> dic
         names = [name for name in tensor.names if name in origins and origins[name].differences]
         if names:
             found[names[0]] = tensor
+    return found
+
+
+def _resizable(
+    differing: Mapping[str, _Tensor], origins: Mapping[str, Origin]
+) -> dict[str, tuple[_Tensor, dict[str, tuple[Origin, Resized]]]]:
+    """Return those of the tensors of which all names that don't fit can be resized, with what these then come from."""
+    found = {}
+    for key, tensor in differing.items():
+        made = {name: resize_origin(origins[name]) for name in tensor.names if name in origins and origins[name].differences}
+        fitting = {name: one for name, one in made.items() if one is not None}
+        if len(fitting) == len(made):
+            found[key] = (tensor, fitting)
     return found
 
 
@@ -262,13 +291,45 @@ def _check_same_values(index: CheckpointIndex, sources: Sequence[TensorSource], 
         )
 
 
-def _dtype_problems(index: CheckpointIndex, key: str, dtype: str, sources: Sequence[TensorSource], *, cast: bool) -> Iterator[str]:
+def _tied_besides(
+    index: CheckpointIndex, recipe: Recipe, rules: Mapping[str, tuple[Rule, dict[str, str]]], config: ModelConfig | None
+) -> set[str]:
+    """Return the names of tensors for heads that the model lacks, and that are the embedding by configuration and values."""
+    if config is None or config.get(TIED) is not True:
+        return set()
+    heads = {
+        rule.target_name({}): rules[rule.tied_to][0].target_name({})
+        for rule in recipe.rules
+        if rule.tied_to is not None and rule.tied_to in rules and rule.source not in rules
+    }
+    return {name for name, other in heads.items() if name in index and other in index and have_same_values(index, [name, other])}
+
+
+def _problems(
+    index: CheckpointIndex,
+    key: str,
+    dtype: str,
+    sources: Sequence[TensorSource],
+    other_dtypes: dict[tuple[str, str], list[str]],
+    *,
+    cast: bool,
+) -> Iterator[str]:
+    """Yield what is wrong with what a key comes from, its shape aside; where it is the dtype, add the key to those of the same two."""
     for source in sources:
         stored = index.dtypes[source.name]
         if stored != dtype and not (cast and can_cast(stored, dtype)):
-            yield f"'{key}' is {dtype}, and '{source.name}' {stored}" + (" (cast=True converts)" if can_cast(stored, dtype) else "")
+            keys = other_dtypes.setdefault((dtype, stored), [])
+            keys += [] if key in keys[-1:] else [key]
         if stored != index.dtypes.get(sources[0].name):
             yield f"'{key}' is made of tensors of several dtypes"
+
+
+def _say_dtypes(other_dtypes: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[str]:
+    for (dtype, stored), keys in other_dtypes.items():
+        what = f"{counted(len(keys), 'key is', 'keys are')} {dtype} in the model and {stored} in the files"
+        castable = f" (cast=True converts {'it' if len(keys) == 1 else 'them'})" if can_cast(stored, dtype) else ""
+        named = listing((f"'{key}'" for key in keys), FEW)
+        yield f"{what}{castable}: {named}"
 
 
 def _check_alike(plan: _Plan, ranks: list[JsonValue]) -> None:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 from .errors import MismatchError
 from .export.config import TIED, ModelConfig
 from .export.recipes.rules import Rule, TensorSource, apply_rule
+from .layout import Range
 from .loading.options import Patterns
-from .pieces import Piece
+from .loading.report import Resized
+from .pieces import Piece, only_difference
 from .storage.comparison import have_same_values
 from .storage.index import CheckpointIndex
 from .subjects import Subjects
@@ -131,6 +133,23 @@ def origin_of(
         if one.shape != stored[one.name]
     )
     return Origin(sources if differences else _named(apply_rule(rule, values, whole, config), head), stored, differences)
+
+
+def resize_origin(origin: Origin) -> tuple[Origin, Resized] | None:
+    """Return the origin of a key whose only tensor has another size in one dimension, for what both have, and what is reported of it.
+
+    None where it isn't so: shapes differ otherwise, or the key is made of parts of several tensors.
+    """
+    if len(origin.stored) != 1 or len(origin.sources) != 1:
+        return None
+    (source,), (stored,) = origin.sources, origin.stored.values()
+    whole = source.slab
+    if only_difference(stored, source.shape) is None or len(source.shape) != len(whole.global_shape) or len(source.ranges) != 1:
+        return None
+    both = tuple(min(sizes) for sizes in zip(stored, source.shape, strict=True))
+    saved = stored[::-1] if source.transpose else stored
+    resized = Resized(whole.key, source.name, saved, whole.global_shape)
+    return Origin((replace(source, shape=both, ranges=(Range(0, both[0]),)),), origin.stored), resized
 
 
 def _named(sources: Iterable[TensorSource], head: Head | None) -> tuple[TensorSource, ...]:

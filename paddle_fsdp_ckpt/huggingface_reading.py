@@ -152,6 +152,7 @@ class Reading:
                 for block in blocks[number]:
                     ((_, columns),) = block.columns
                     local.put_rows(block.source, block.rows, columns, block.read(self._index))
+        self._nbytes_placed = self._nbytes  # what a resized tensor has besides is in its place already
 
     @contextmanager
     def _local(self, number: int) -> Iterator[LocalValues]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import counted, listing
+from .loading.report import RESIZED, Resized
 
 
 class OtherShape(NamedTuple):
@@ -41,6 +42,8 @@ class HuggingFaceLoadReport:
         unused_options: patterns that nothing needed; perhaps they are misspelt.
         other_shape: parameters and buffers that kept their values, since what they would come from has another shape, as
             ``allow_other_shape`` allows.
+        resized: parameters and buffers of which what they come from has another size in one dimension, as ``resize`` allows: the leading
+            rows, or columns, that both have were loaded.
     """
 
     path: Path
@@ -49,6 +52,7 @@ class HuggingFaceLoadReport:
     unexpected: tuple[str, ...] = ()
     unused_options: tuple[str, ...] = ()
     other_shape: tuple[OtherShape, ...] = ()
+    resized: tuple[Resized, ...] = ()
 
     def __str__(self) -> str:
         lists: list[tuple[Sequence[str], str, str]] = [
@@ -58,6 +62,7 @@ class HuggingFaceLoadReport:
                 "key of another shape there, left as it was",
                 "keys of another shape there, left as they were",
             ),
+            ([str(one) for one in self.resized], *RESIZED),
             (self.unexpected, "tensor left out", "tensors left out"),
             (self.unused_options, "option not needed", "options not needed"),
         ]

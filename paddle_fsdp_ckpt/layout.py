@@ -126,6 +126,14 @@ class FlatBuffer:
         common = slot.range.intersect(self.shard(rank))
         return common.shift(-slot.offset) if common.numel else Range(0, 0)
 
+    def cuts(self, slot: Slot) -> tuple[int, range]:
+        """Return the first rank that keeps something of ``slot``, and before which of its elements the ranks after it begin.
+
+        Of two slots of one shape over as many ranks these are equal just where each rank keeps the same part of both.
+        """
+        first = slot.offset // self.shard_numel
+        return first, range((first + 1) * self.shard_numel - slot.offset, slot.numel, self.shard_numel)
+
     def local_pieces(self, rank: int) -> Iterator[tuple[Slot, Range]]:
         """Yield each slot of which ``rank`` keeps something, and that part, as :meth:`local_range` counts it; no others are looked at."""
         shard = self.shard(rank)

@@ -28,15 +28,21 @@ class StateKind(Enum):
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """The states of one optimizer class, by Paddle's accumulator name without the optimizer's own name and leading underscores."""
+    """The states of one optimizer class, by Paddle's accumulator name without the optimizer's own name and leading underscores.
+
+    Attributes:
+        states: of which kind each is.
+        repeated: those of one value an element that hold the same number for all of a parameter.
+    """
 
     states: dict[str, StateKind]
+    repeated: tuple[str, ...] = ()
 
 
-def row(*elementwise: str, scalar: Sequence[str] = (), stacked: Sequence[str] = ()) -> OptimizerEntry:
-    """Return a row of the table from the names of the states of each kind."""
-    kinds = {StateKind.ELEMENTWISE: elementwise, StateKind.SCALAR: scalar, StateKind.STACKED: stacked}
-    return OptimizerEntry({name: kind for kind, names in kinds.items() for name in names})
+def row(*elementwise: str, scalar: Sequence[str] = (), stacked: Sequence[str] = (), repeated: Sequence[str] = ()) -> OptimizerEntry:
+    """Return a row of the table from the names of the states of each kind; ``repeated`` are elementwise ones."""
+    kinds = {StateKind.ELEMENTWISE: (*elementwise, *repeated), StateKind.SCALAR: scalar, StateKind.STACKED: stacked}
+    return OptimizerEntry({name: kind for kind, names in kinds.items() for name in names}, tuple(repeated))
 
 
 CATALOG: dict[str, OptimizerEntry] = {
@@ -44,8 +50,8 @@ CATALOG: dict[str, OptimizerEntry] = {
     "AdamW": row("moment1", "moment2", "moment2_max", scalar=("beta1_pow_acc", "beta2_pow_acc")),
     "Adamax": row("moment", "inf_norm", scalar=("beta1_pow_acc",)),
     # Of their numbers a parameter, NAdam and RAdam keep a copy an element.
-    "NAdam": row("moment1", "moment2", "momentum_decay_pow", "beta2_pow", "mu_product"),
-    "RAdam": row("moment1", "moment2", "beta1_pow", "beta2_pow", "rho"),
+    "NAdam": row("moment1", "moment2", repeated=("momentum_decay_pow", "beta2_pow", "mu_product")),
+    "RAdam": row("moment1", "moment2", repeated=("beta1_pow", "beta2_pow", "rho")),
     "RMSProp": row("momentum", "mean_square", "mean_grad"),
     "Adadelta": row("avg_squared_grad", "avg_squared_update"),
     "Adagrad": row("moment"),

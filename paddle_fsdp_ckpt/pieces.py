@@ -38,6 +38,11 @@ class Piece:
     flat_range: Range | None = None
 
     @property
+    def reaches_beyond(self) -> bool:
+        """Whether the box doesn't lie inside of the tensor, as that of what is read for a tensor that has grown."""
+        return any(o + n > size for size, o, n in zip(self.global_shape, self.global_offset, self.local_shape, strict=True))
+
+    @property
     def numel(self) -> int:
         """How many elements the piece holds."""
         flat = self.flat_range
@@ -52,6 +57,12 @@ class Piece:
 def whole_piece(key: str, dtype: str, shape: tuple[int, ...]) -> Piece:
     """Return the piece that is all of a tensor."""
     return Piece(key, dtype, shape, (0,) * len(shape), shape)
+
+
+def only_difference(shape: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the one dimension in which two shapes differ; None where they differ in none, in several, or in how many they have."""
+    differing = [i for i, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
+    return differing[0] if len(shape) == len(other) and len(differing) == 1 else None
 
 
 class Overlap(NamedTuple):
@@ -95,8 +106,8 @@ def check_piece(piece: Piece) -> None:
 def overlaps(source: Piece, target: Piece) -> Iterator[Overlap]:
     """Yield the runs of elements that both pieces hold, in ascending order of both positions, as few as there can be.
 
-    The pieces must be of one tensor: the same ``global_shape``. Positions count in each piece's own 1-D data: its box in
-    row-major order, or the flat range of that.
+    The pieces must be of one tensor: the same ``global_shape``; boxes may reach beyond it. Positions count in each piece's own 1-D data:
+    its box in row-major order, or the flat range of that.
     """
     source_range, target_range = source.box_range, target.box_range
     if source.local_shape == target.local_shape and source.global_offset == target.global_offset:
@@ -110,6 +121,16 @@ def overlaps(source: Piece, target: Piece) -> Iterator[Overlap]:
         stop = min(numel, source_range.stop - source_start, target_range.stop - target_start)
         if skip < stop:
             yield Overlap(source_start + skip - source_range.start, target_start + skip - target_range.start, stop - skip)
+
+
+def ranges_inside(piece: Piece) -> Iterator[Range]:
+    """Yield which ranges of the piece's own 1-D data lie inside of its tensor, in ascending order; none empty."""
+    if not piece.reaches_beyond:
+        if piece.numel:
+            yield Range(0, piece.numel)
+        return
+    for _, start, numel in overlaps(whole_piece(piece.key, piece.dtype, piece.global_shape), piece):
+        yield Range(start, start + numel)
 
 
 def _box_overlaps(source: Piece, target: Piece) -> Iterator[Overlap]:

@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "progress": (),
     "warn": (),
     FACE: (
+        "averaging",
         "errors",
         "fsdp",
         "gather",
@@ -63,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gather": (*_RUNTIME, "shardings", "subjects", "host_memory", "storage"),
     "gather_states": (*_RUNTIME, "gather", "subjects"),
     "scatter": (*_RUNTIME, "shardings", "subjects"),
+    "averaging": (*_RUNTIME, "shardings", "subjects"),
     "unsharding": (*_RUNTIME, "gather_states", "optimizer_states"),
     "storage": _NOUNS,
     "host_memory": ("errors",),
@@ -79,9 +81,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "manager": (*_CHECKPOINT, "differing_values", "saving", "loading", "warn"),
     "export": (*_OFFLINE, "optimizer_states"),
     "huggingface_reading": ("errors", "export", "fsdp", "host_memory", "layout", "meeting", "storage"),
-    "huggingface_report": ("errors",),
+    "huggingface_report": ("errors", "loading"),
     "huggingface_allowed": ("errors", "export", "loading", "storage"),
-    "huggingface_origins": ("errors", "export", "loading", "pieces", "storage", "subjects"),
+    "huggingface_origins": ("errors", "export", "layout", "loading", "pieces", "storage", "subjects"),
     "huggingface_loading": (
         *_CHECKPOINT,
         "export",

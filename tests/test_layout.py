@@ -54,6 +54,20 @@ def test_stock_paddle_restores_every_parameter_from_our_cuts(parameters: list[tu
         assert restored_by_stock(slot.shape, pieces_of(buffer, position))
 
 
+@given(shapes.filter(len), st.lists(shapes, max_size=4), st.lists(shapes, max_size=4), dtypes, dtypes, st.integers(1, 5))
+@settings(max_examples=500, deadline=None)
+def test_cuts_tell_whether_ranks_keep_the_same_of_a_parameter_in_two_buffers(
+    shape: tuple[int, ...], before: list[tuple[int, ...]], others: list[tuple[int, ...]], dtype: str, other: str, world_size: int
+) -> None:
+    shape = (37 * shape[0], *shape[1:])  # so that it may be cut
+    one, two = (
+        build_flat_buffer("unit", kind, [((f"p{i}",), one) for i, one in enumerate([*rest, shape])], world_size)
+        for kind, rest in ((dtype, before), (other, others))
+    )
+    kept = [pieces_of(buffer, -1) for buffer in (one, two)]
+    assert (one.cuts(one.slots[-1]) == two.cuts(two.slots[-1])) == (kept[0] == kept[1])
+
+
 @given(shapes.filter(len), st.lists(st.integers(0, 10_000), max_size=4))
 @settings(max_examples=1000, deadline=None)
 def test_what_stock_paddle_loads_right_is_told_right(shape: tuple[int, ...], cuts: list[int]) -> None:

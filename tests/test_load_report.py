@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paddle_fsdp_ckpt.loading.report import CastKey, LoadNotes, LoadReport, OtherShape, merge_notes
+from paddle_fsdp_ckpt.loading.report import CastKey, LoadNotes, LoadReport, OtherShape, Resized, merge_notes
 
 EXACT = LoadReport(Path("step_7"), 7, 4, None, 12, parts=["model", "optimizer"])
 SHAPE = OtherShape("a", (2, 3), (4, 3))
@@ -30,6 +30,14 @@ def test_an_exact_load() -> None:
     [
         ({"missing": ["a", "b"]}, "2 keys missing, left as they were: a, b"),
         ({"other_shape": [SHAPE]}, "1 key of another shape in it, left as it was: 'a': [2, 3] in it, [4, 3] here"),
+        (
+            {"resized": [Resized("a", "b", (2, 3), (2, 4)), Resized("c", "c", (5,), (4,)), Resized("d", "d", (1, 2, 3), (1, 4, 3))]},
+            (
+                "3 keys of another size, loaded as far as both have them: 'a': [2, 3] of 'b' in it, [2, 4] here, 1 column left as it was, "
+                "'c': [5] in it, [4] here, 1 row of it left out, "
+                "'d': [1, 2, 3] in it, [1, 4, 3] here, 2 indices of dimension 1 left as they were"
+            ),
+        ),
         ({"not_restored": ["x"]}, "1 thing saved besides, and not restored: x"),
         ({"started_afresh": ["a"]}, "1 parameter whose states start afresh: a"),
         ({"unexpected": list("abcdefgh")}, "8 keys of the checkpoint left out: a, b, c, d, e, ... (3 more)"),
@@ -48,8 +56,8 @@ def test_what_differs_is_said(what: dict[str, Any], line: str) -> None:
 
 
 def test_notes_of_all_ranks() -> None:
-    one = LoadNotes(missing=["b"], casts=[CAST], used_options=["x"], other_shape=[SHAPE])
+    one = LoadNotes(missing=["b"], casts=[CAST], used_options=["x"], other_shape=[SHAPE], resized=[Resized("a", "a", (5,), (4,))])
     other = LoadNotes(missing=["a", "b"], unexpected=["c"], casts=[CAST, CAST._replace(key="0")], started_afresh=["d"])
     merged = merge_notes([json.loads(json.dumps(notes.to_json())) for notes in (one, other)])
-    assert merged == LoadNotes(["a", "b"], ["c"], [CAST._replace(key="0"), CAST], [SHAPE], ["d"], ["x"])
+    assert merged == LoadNotes(["a", "b"], ["c"], [CAST._replace(key="0"), CAST], [SHAPE], ["d"], ["x"], [Resized("a", "a", (5,), (4,))])
     assert merge_notes([json.loads(json.dumps(merged.to_json()))]) == merged

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_fsdp_ckpt.layout import Range
-from paddle_fsdp_ckpt.pieces import Overlap, Piece, check_piece, overlaps
+from paddle_fsdp_ckpt.pieces import Overlap, Piece, check_piece, only_difference, overlaps, ranges_inside
 
 
 def values_of(piece: Piece) -> np.ndarray:
@@ -92,3 +93,40 @@ def test_scalars_overlap_in_their_one_element() -> None:
 def test_a_piece_outside_of_its_tensor_is_refused(piece: Piece, message: str) -> None:
     with pytest.raises(ValueError, match=f"'w'.*{message}"):
         check_piece(piece)
+
+
+@st.composite
+def targets_beyond(draw: st.DrawFn) -> tuple[Piece, Piece]:
+    """A piece that is stored of a tensor, and one that is wanted of the tensor that it has become, as one of the stored tensor."""
+    now = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4)))
+    axis = draw(st.integers(0, len(now) - 1))
+    stored = tuple(draw(st.integers(0, 6)) if i == axis else size for i, size in enumerate(now))
+    return draw(pieces(stored)), replace(draw(pieces(now)), global_shape=stored)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(targets_beyond())
+def test_pieces_that_reach_beyond_their_tensor(pair: tuple[Piece, Piece]) -> None:
+    """Each element has its place in a tensor that is as large as both."""
+    source, target = pair
+    both = tuple(max(size, o + n) for size, o, n in zip(target.global_shape, target.global_offset, target.local_shape, strict=True))
+    source_values, target_values = values_of(replace(source, global_shape=both)), values_of(replace(target, global_shape=both))
+    read = np.full(target_values.shape, -1)
+    for run in overlaps(source, target):
+        assert (read[run.target_start : run.target_start + run.numel] == -1).all()
+        read[run.target_start : run.target_start + run.numel] = source_values[run.source_start : run.source_start + run.numel]
+    np.testing.assert_array_equal(read, np.where(np.isin(target_values, source_values), target_values, -1))
+    stored = values_of(Piece("k", "float32", both, (0,) * len(both), target.global_shape))
+    inside = np.zeros(target_values.shape, bool)
+    for one in ranges_inside(target):
+        assert one.numel and not inside[one.start : one.stop].any()
+        inside[one.start : one.stop] = True
+    np.testing.assert_array_equal(inside, np.isin(target_values, stored))
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "dimension"),
+    [((3, 4), (5, 4), 0), ((3, 4), (3, 2), 1), ((3, 4), (3, 4), None), ((3, 4), (4, 3), None), ((3,), (3, 4), None), ((), (), None)],
+)
+def test_the_only_dimension_that_differs(shape: tuple[int, ...], other: tuple[int, ...], dimension: int | None) -> None:
+    assert only_difference(shape, other) == dimension

@@ -44,7 +44,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master-weights", action="store_true", help="hf: take values from the optimizer's master weights, where there are"
     )
-    parser.add_argument("--base", metavar="DIR", help="hf: a checkpoint with the base of the LoRA adapters, to merge them into")
+    parser.add_argument(
+        "--base", metavar="DIR", help="hf: the base of the LoRA adapters, to merge them into: a checkpoint, or a Hugging Face model"
+    )
     parser.add_argument("--merge-lora", action="store_true", help="hf: merge the LoRA adapters in DIR into the weights there")
     parser.add_argument("--allow-other-base", action="store_true", help="hf: merge into another base than the one of the adapters")
     parser.add_argument("--lora-alpha", type=float, metavar="A", help="hf, peft: adapters scale by A / r (default: as the checkpoint says)")

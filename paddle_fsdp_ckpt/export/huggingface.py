@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from ..errors import CheckpointError, counted, size_text
 from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
-from ..storage.stock import open_index
+from .base_of_adapters import open_base
 from .config import ModelConfig, companion_files, read_config
 from .contents import Contents, contents_of
-from .lora import fits_recipe, is_lora_key, unwrapped, weight_names, without_lora
-from .merging import MergingReader, adapted_model
+from .lora import fits_recipe, fits_spelled, is_lora_key, unwrapped, weight_names, without_lora
+from .merging import MergingReader, adapted_model, base_of
 from .model_tensors import model_tensors
 from .new_directory import new_directory, sync
-from .one_model import open_model
+from .one_model import check_one_model, open_model
 from .optimizer_tensors import OPTIMIZER_DIRECTORY, optimizer_tensors, write_optimizer
 from .output import OutputTensor
 from .recipes import AUTO, choose_recipe
@@ -111,7 +112,8 @@ def export_huggingface(
         dtype: Paddle's name of a floating point type that all floating point tensors get, rounded to the nearest, ties to even; by default
             each keeps its own.
         master_weights: take the values of parameters that have a master weight from that.
-        base: the checkpoint with the base of the LoRA adapters that ``path`` holds; they are merged into it.
+        base: the checkpoint with the base of the LoRA adapters that ``path`` holds, which are merged into it; its names may begin
+            otherwise, and it may hold several models. Or a Hugging Face model, which is made a checkpoint beside ``out`` while this runs.
         merge_lora: merge the LoRA adapters that ``path`` holds into the weights that it holds too.
         lora_alpha: where the checkpoint doesn't say how adapters scale, they do by ``lora_alpha / r``.
         allow_other_base: merge into a base that is not what it was when the adapters were saved.
@@ -133,56 +135,66 @@ def export_huggingface(
     index = open_model(Path(path), model_name)
     contents = contents_of(index)
     model_config = None if config is None else read_config(Path(config))
-    chosen = spelled_for(choose_recipe(recipe, model_config), [*without_lora(contents).model, *weight_names(index)])
+    names = [*without_lora(contents).model, *weight_names(index)]
+    family = choose_recipe(recipe, model_config)
+    if model_name is None:
+        check_one_model(index.path, names, lambda some: fits_spelled(family, some, is_wrapped=base is not None or merge_lora))
+    chosen = spelled_for(family, names)
     adapted = None
     if optimizer and (base is not None or merge_lora):
         raise CheckpointError(
             "LoRA adapters' states are not those of the weights that they are merged into; leave --optimizer (optimizer=) out"
         )
-    if base is not None or merge_lora:
-        adapted = adapted_model(
-            _unwrapped(index, chosen) if base is None else index,
-            None if base is None else _unwrapped(open_index(Path(base)), chosen),
-            alpha=lora_alpha,
-            master_weights=master_weights,
-            allow_other_base=allow_other_base,
+    with ExitStack() as opened:
+        if base is not None or merge_lora:
+            base_index = None
+            if base is not None:
+                of_base = family.name if recipe == AUTO else recipe
+                opening = open_base(Path(base), Path(out), base_of(index), recipe=of_base, workers=workers, progress=progress)
+                base_index = _unwrapped(opened.enter_context(opening), chosen)
+            adapted = adapted_model(
+                _unwrapped(index, chosen) if base is None else index,
+                base_index,
+                alpha=lora_alpha,
+                master_weights=master_weights,
+                allow_other_base=allow_other_base,
+            )
+            index, contents = adapted.base, adapted.contents
+        else:
+            _check_not_adapted(index, contents, chosen)
+        model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
+        states = optimizer_tensors(index, contents, chosen, model_config) if optimizer else None
+        sources = [*model.sources, *(states.sources if states is not None else ())]
+        check_values(index, sorted({source.slab.key for source in sources}))
+        reader = TensorReader(index, dtype) if adapted is None else MergingReader(adapted, dtype)
+        tensors = [reader.output(source) for source in model.sources]
+        merged = [] if adapted is None else [f"{counted(len(adapted.adapters), 'LoRA adapter was', 'LoRA adapters were')} merged"]
+        model_nbytes, states_nbytes = sum(tensor.nbytes for tensor in tensors), 0 if states is None else states.nbytes
+        shown = _Parts(progress, model_nbytes + states_nbytes)
+        with new_directory(Path(out)) as staging:
+            files = write_files(staging, tensors, max_shard_nbytes, model.tied, shown.show, workers=workers)
+            reader.check_overflows()
+            if states is not None:
+                shown.begin_second(model_nbytes)
+                written = write_optimizer(staging, index, states, max_shard_nbytes, shown.show, workers=workers)
+                files += [f"{OPTIMIZER_DIRECTORY}/{name}" for name in written]
+            companions = {} if config is None else companion_files(Path(config))
+            for name, companion in companions.items():
+                shutil.copyfile(companion, staging / name)
+                sync(staging / name)
+        return ExportReport(
+            source=Path(path),
+            path=Path(out),
+            recipe=chosen.name,
+            tensors=len(tensors),
+            nbytes=model_nbytes,
+            files=(*files, INDEX_NAME, *companions),
+            tied=model.tied,
+            notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config), *(() if states is None else states.notes)),
+            optimizer_tensors=0 if states is None else len(states.sources),
+            optimizer_nbytes=states_nbytes,
+            unchecked=model.unchecked,
         )
-        index, contents = adapted.base, adapted.contents
-    else:
-        _check_not_adapted(index, contents, chosen)
-    model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
-    states = optimizer_tensors(index, contents, chosen, model_config) if optimizer else None
-    sources = [*model.sources, *(states.sources if states is not None else ())]
-    check_values(index, sorted({source.slab.key for source in sources}))
-    reader = TensorReader(index, dtype) if adapted is None else MergingReader(adapted, dtype)
-    tensors = [reader.output(source) for source in model.sources]
-    merged = [] if adapted is None else [f"{counted(len(adapted.adapters), 'LoRA adapter was', 'LoRA adapters were')} merged"]
-    model_nbytes, states_nbytes = sum(tensor.nbytes for tensor in tensors), 0 if states is None else states.nbytes
-    shown = _Parts(progress, model_nbytes + states_nbytes)
-    with new_directory(Path(out)) as staging:
-        files = write_files(staging, tensors, max_shard_nbytes, model.tied, shown.show, workers=workers)
-        reader.check_overflows()
-        if states is not None:
-            shown.begin_second(model_nbytes)
-            written = write_optimizer(staging, index, states, max_shard_nbytes, shown.show, workers=workers)
-            files += [f"{OPTIMIZER_DIRECTORY}/{name}" for name in written]
-        companions = {} if config is None else companion_files(Path(config))
-        for name, companion in companions.items():
-            shutil.copyfile(companion, staging / name)
-            sync(staging / name)
-    return ExportReport(
-        source=Path(path),
-        path=Path(out),
-        recipe=chosen.name,
-        tensors=len(tensors),
-        nbytes=model_nbytes,
-        files=(*files, INDEX_NAME, *companions),
-        tied=model.tied,
-        notes=(*merged, *model.notes, *_dtype_notes(tensors, model_config), *(() if states is None else states.notes)),
-        optimizer_tensors=0 if states is None else len(states.sources),
-        optimizer_nbytes=states_nbytes,
-        unchecked=model.unchecked,
-    )
 
 
 def _unwrapped(index: CheckpointIndex, recipe: Recipe) -> CheckpointIndex:

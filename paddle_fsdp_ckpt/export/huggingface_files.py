@@ -15,6 +15,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue, cut_text, parse_json
 from ..storage.manifest import FileRecord
 from ..storage.stock import is_stock
+from ..storage.system_errors import is_there
 from .roots import entries_of, is_checkpoint
 from .safetensors_files import INDEX_NAME
 
@@ -23,6 +24,11 @@ COMPUTED = ".rotary_emb.inv_freq"
 
 _SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_NBYTES = 1 << 28
+
+
+def is_huggingface(directory: Path) -> bool:
+    """Tell whether a directory looks like a Hugging Face model, and like no checkpoint."""
+    return not is_checkpoint(directory) and any(is_there(directory / name) for name in (_SINGLE_NAME, INDEX_NAME))
 
 
 def read_huggingface_index(directory: Path) -> CheckpointIndex:

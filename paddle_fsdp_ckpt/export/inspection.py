@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, counted, listing, size_text
+from ..errors import FEW, CheckpointError, IncompleteCheckpointError, counted, listing, size_text
 from ..storage.base_parameter import BaseParameter
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
@@ -21,6 +21,8 @@ from ..storage.plan import plan_whole
 from ..storage.read_lock import while_reading
 from ..storage.reserved_keys import METRICS_KEY
 from ..storage.stock import open_index
+from ..storage.survey import look_at
+from ..storage.verify import ONLY_STOCK_READS
 from .contents import MASTERS, MODEL, SHARDED, TRAINER, contents_of, kinds_of, patterns_of
 from .facts import read_metrics
 from .optimizer_description import Optimizer, described_optimizer
@@ -88,6 +90,7 @@ class Inspection(BlockReport):
         has_digests: whether the values can be checked.
         extra_state: the caller's own, where it is plain JSON.
         metrics: what a manager was given as such, by name.
+        faults: what is wrong besides, in words.
     """
 
     path: Path
@@ -107,11 +110,19 @@ class Inspection(BlockReport):
     has_digests: bool
     extra_state: JsonValue
     metrics: dict[str, float]
+    faults: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
-        """Whether every key is whole."""
-        return not self.problems
+        """Whether every key is whole, and nothing else is wrong."""
+        return not (self.problems or self.faults)
+
+    @property
+    def health(self) -> str:
+        """What is wrong, in a few words."""
+        if self.problems:
+            return counted(len(self.problems), "key is not whole", "keys are not whole")
+        return "whole" if self.is_good else counted(len(self.faults), "thing is wrong", "things are wrong")
 
     def to_json(self) -> JsonValue:
         """Return the report as plain JSON data."""
@@ -146,8 +157,9 @@ class Inspection(BlockReport):
             yield self._key_table()
 
     def _health(self) -> str:
-        if self.problems:
-            return f"{_not_whole(self.problems)}: {listing(self.problems)}"
+        if not self.is_good:
+            keys = [f"{self.health}: {listing(self.problems)}"] if self.problems else []
+            return "; ".join([*keys, *self.faults])
         values = "values are checked by `paddle-fsdp-ckpt verify`" if self.has_digests else "stock Paddle keeps no digests of values"
         return f"sizes and headers are right and every key is whole; {values}"
 
@@ -205,7 +217,7 @@ class Steps(BlockReport):
                 "-" if one.created is None else _say_time(one.created),
                 size_text(one.nbytes),
                 *(_number(one.metrics.get(name)) for name in shown),
-                ("whole" if one.is_good else _not_whole(one.problems)) + ", given up" * (one.path.name in self.given_up),
+                one.health + ", given up" * (one.path.name in self.given_up),
             ]
             for one in self.checkpoints
         ]
@@ -262,10 +274,6 @@ def _say_time(created: str) -> str:
     return datetime.fromisoformat(created).isoformat(timespec="seconds")
 
 
-def _not_whole(problems: Sequence[str]) -> str:
-    return counted(len(problems), "key is not whole", "keys are not whole")
-
-
 def _names(paths: Sequence[Path]) -> list[str]:
     return [path.name for path in paths]
 
@@ -282,19 +290,22 @@ def _inspect(
     like = {pattern: set(fnmatch.filter(listed, pattern)) for pattern in patterns}
     for pattern, some in like.items():
         if not some:
-            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed)}")
+            raise IncompleteCheckpointError(f"'{path}' has no key of the form {pattern!r}; it has {listing(listed, FEW)}")
     chosen = [key for key in listed if any(key in some for some in like.values())]
     uncovered = plan_whole(index, index.keys()).problems.uncovered
-    problems = [str(problem) for problem in uncovered]
+    faults = []
     broken = {problem.key for problem in uncovered}
     metrics: dict[str, float] = {}
     if METRICS_KEY not in broken:
         try:
             metrics = read_metrics(index)
         except CheckpointError as error:
-            problems.append(str(error))
+            faults.append(str(error))
     readable = [key for key in chosen if statistics and key not in broken]
     of_values = dict(zip(readable, statistics_of(index, [index.whole_piece(key) for key in readable], progress), strict=True))
+    if manifest is not None and manifest.paddle_metadata is not None:
+        _, fault = look_at(path, manifest.paddle_metadata)
+        faults += [] if fault is None else [f"{fault}. {ONLY_STOCK_READS}"]
     records = [*index.files, *([manifest.paddle_metadata] if manifest is not None and manifest.paddle_metadata else [])]
     return Inspection(
         path,
@@ -310,10 +321,11 @@ def _inspect(
         {} if manifest is None else manifest.base or {},
         () if manifest is None else tuple(described_optimizer(one) for one in manifest.optimizers),
         tuple(_describe(index, key, kinds[key], of_values.get(key)) for key in chosen),
-        tuple(problems),
+        tuple(map(str, uncovered)),
         manifest is not None,
         None if manifest is None else manifest.extra_state,
         metrics,
+        tuple(faults),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..layout import Range
-from ..pieces import Piece
+from ..pieces import Piece, overlaps
 from ..storage.casts import as_array, convert
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
@@ -25,7 +25,8 @@ class TensorTarget:
         dtype: Paddle's name of its type.
         shape: of the whole tensor.
         kept: which of its elements, flattened, each rank keeps that keeps some.
-        sources: the tensors that the key would become in the Hugging Face model, whose shapes must be those that they have.
+        sources: the tensors that the key would become in the Hugging Face model, whose shapes must be those that they have; or just one, of
+            another size in one dimension there, by the rows and columns that both have.
     """
 
     key: str
@@ -89,6 +90,9 @@ class LocalValues:
     def _runs(self, source: TensorSource) -> Iterator[tuple[Piece, int]]:
         """Yield what to read of a source, and which of the kept elements is the first of it."""
         shape = source.slab.local_shape[len(source.slab.local_shape) - len(source.shape) :]
+        if self._index.global_shape(source.name)[1:] != shape[1:]:
+            yield from self._runs_of_other_width(source)
+            return
         row = math.prod(shape[1:])
         first, position = first_element(source), 0
         for one in source.ranges:
@@ -98,6 +102,12 @@ class LocalValues:
                 wanted = common.shift(position - run.start)
                 yield replace(self._index.whole_piece(source.name), flat_range=wanted), common.start - self._kept.start
             position += run.numel
+
+    def _runs_of_other_width(self, source: TensorSource) -> Iterator[tuple[Piece, int]]:
+        """Yield the same of a source whose rows are longer than the target's, or shorter."""
+        stored = self._index.whole_piece(source.name)
+        for start, first, numel in overlaps(stored, replace(source.slab, flat_range=self._kept)):
+            yield replace(stored, flat_range=Range(start, start + numel)), first
 
     def put_rows(self, source: TensorSource, rows: Range, columns: Range, values: Array) -> None:
         """Put rows of a source that lies the other way round to where the target has them as columns; what isn't kept is left out.

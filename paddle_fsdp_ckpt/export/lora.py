@@ -15,6 +15,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.plan import FLOATING_DTYPES
 from .contents import Contents, contents_of
 from .recipes.rules import Recipe
+from .recipes.spelling import spelled_for
 from .renaming import renamed
 
 WRAPPER = "model."
@@ -146,6 +147,14 @@ def unwrapped(index: CheckpointIndex, names: Sequence[str], fits: Callable[[Sequ
 def fits_recipe(recipe: Recipe) -> Callable[[Sequence[str]], bool]:
     """Return the function that tells whether a recipe has rules for all of some names."""
     return lambda names: all(any(rule.match(name) is not None for rule in recipe.rules) for name in names)
+
+
+def fits_spelled(recipe: Recipe, names: Sequence[str], *, is_wrapped: bool) -> bool:
+    """Tell whether a recipe, or that for another beginning, has rules for all of some names; ``is_wrapped``: or without the wrapper."""
+    forms = [names]
+    if is_wrapped and all(name.startswith(WRAPPER) for name in names):
+        forms.append([name.removeprefix(WRAPPER) for name in names])
+    return any(spelled_for(recipe, form).fits(form) for form in forms)
 
 
 def _join(layer: str, name: str) -> str:

@@ -11,9 +11,8 @@ from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
 from ..storage.base_parameter import BaseParameter
 from ..storage.casts import convert
-from ..storage.checksums import checksum_text, seed_of, sum_of_elements
-from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
+from .base_of_adapters import base_by_names, described_parameter
 from .contents import Contents, contents_of
 from .lora import Adapter, find_adapters, is_lora_key, unwrapped, weight_names, without_lora
 from .output import OutputTensor
@@ -65,8 +64,10 @@ def adapted_model(
             )
         owner, adapted, replaced = index, index, frozenset[str]()
     else:
-        owner = base
-        adapted = unwrapped(index, weight_names(index), lambda names: all(name in owner for name in names))
+        adapted = unwrapped(index, weight_names(index), lambda names: all(name in base for name in names))
+        said = base_of(adapted)
+        trained = [key for key in contents_of(adapted).model if not is_lora_key(key)]
+        owner = base_by_names(base, list(dict.fromkeys([*said, *weight_names(adapted), *trained])), said)
         replaced = _check_base(adapted, owner, allow_other_base=allow_other_base)
     contents = without_lora(contents_of(owner))
     adapters = find_adapters(adapted, alpha=alpha, master_weights=master_weights)
@@ -85,6 +86,11 @@ def adapted_model(
     if tied:
         raise MismatchError(f"weights of LoRA layers are tied, so that others would change with them: {listing(tied)}")
     return AdaptedModel(owner, contents, adapted, by_key, replaced)
+
+
+def base_of(adapted: CheckpointIndex) -> dict[str, BaseParameter]:
+    """Return what a checkpoint of adapters says of its base; nothing where it has none, or is stock Paddle's."""
+    return {} if adapted.manifest is None else dict(adapted.manifest.base or {})
 
 
 def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_base: bool) -> frozenset[str]:
@@ -106,26 +112,18 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
     ]
     if strange:
         raise MismatchError(f"'{base.path}' lacks what '{adapted.path}' holds besides its LoRA layers, or has others: {listing(strange)}")
-    said = {} if manifest is None else manifest.base or {}
+    said = base_of(adapted)
     lacking = [f"'{name}'" for name in said if name not in base]
     if lacking:
         raise MismatchError(f"'{base.path}' lacks {counted(len(lacking), 'parameter')} of the base of '{adapted.path}': {listing(lacking)}")
     check_values(base, list(said))
-    other = [] if allow_other_base else [f"'{name}'" for name, one in said.items() if _described(base, name) != one]
+    other = [] if allow_other_base else [f"'{name}'" for name, one in said.items() if described_parameter(base, name) != one]
     if other:
         raise MismatchError(
             f"'{base.path}' is not the base of '{adapted.path}': {len(other)} of its {len(said)} parameters have other values, shapes or "
             f"dtypes: {listing(other)}; give that base (--allow-other-base, allow_other_base=, takes this one)"
         )
     return frozenset(trained)
-
-
-def _described(index: CheckpointIndex, key: str) -> BaseParameter:
-    dtype, shape = index.dtypes[key], index.global_shape(key)
-    seed = seed_of(dtype, shape)
-    parts = iter_values(index, [index.whole_piece(key)])
-    sums = [sum_of_elements(part.values.view(np.uint8).data, DTYPE_NBYTES[dtype], part.start, seed) for part in parts]
-    return BaseParameter(dtype, shape, checksum_text(seed, sums))
 
 
 class MergingReader(TensorReader):

@@ -13,6 +13,7 @@ from ..storage.index import CheckpointIndex
 from .config import TIED, ModelConfig
 from .contents import Contents
 from .planning.architecture import planned_units
+from .planning.states import LOW_PRECISION
 from .recipes import COPY, RECIPES
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
 from .recipes.spelling import check_layout
@@ -82,7 +83,7 @@ def model_tensors(
     unchecked = _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
-        bare = [key for key in contents.model if key not in contents.masters]
+        bare = [key for key in contents.model if key not in contents.masters and index.dtypes[key] in LOW_PRECISION]
         notes += [f"{counted(len(bare), 'tensor has', 'tensors have')} no master weight, taken as stored: {listing(bare)}"] if bare else []
     return ModelTensors(tuple(sources), tied, tuple(notes), unchecked)
 
@@ -218,6 +219,11 @@ def _check_described(
         raise MismatchError(
             f"'{config.path}' describes another model than '{index.path}' holds, which {'; '.join(texts)}; give the configuration of this "
             "model"
+        )
+    if not is_family and (recipe.family or recipe) in RECIPES.values():
+        return (
+            f"the recipe '{recipe.name}' is not that of '{config.path}', which says model_type {family.name!r}; names and shapes of the "
+            "tensors are those that it describes, and whether square matrices lie as it wants them was not checked"
         )
     undescribed = sorted(name for name in besides if name not in described)
     if undescribed:

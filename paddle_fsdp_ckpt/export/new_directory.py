@@ -28,7 +28,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         OSError: the system refused.
     """
     target = Path(os.path.realpath(path))
-    _check_free(target)
+    check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     for entry in target.parent.iterdir():
         if parse_left_over(entry.name) == (target.name, "staging"):
@@ -40,7 +40,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         with _locked(staging, target):
             yield staging
             sync(staging)
-            _check_free(target)
+            check_free(target)
             os.rename(staging, target)
             sync(target.parent)
     except BaseException as error:
@@ -74,7 +74,12 @@ def _locked(staging: Path, target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check_free(target: Path) -> None:
+def check_free(target: Path) -> None:
+    """Raise unless a directory may be made here.
+
+    Raises:
+        TargetExistsError: something is there that is no empty directory.
+    """
     if not is_there(target):
         return
     if not target.is_dir():

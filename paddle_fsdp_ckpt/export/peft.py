@@ -23,9 +23,9 @@ from ..storage.read_lock import while_reading
 from .config import ModelConfig, read_config
 from .contents import contents_of
 from .huggingface import ExportReport
-from .lora import Adapter, find_adapters, fits_recipe, is_lora_key, unwrapped, weight_names
+from .lora import Adapter, find_adapters, fits_recipe, fits_spelled, is_lora_key, unwrapped, weight_names
 from .new_directory import new_directory
-from .one_model import open_model
+from .one_model import check_one_model, open_model
 from .recipes import AUTO, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .recipes.spelling import spelled_for
@@ -92,15 +92,17 @@ def export_peft(
     model_config = None if config is None else read_config(Path(config))
     chosen = choose_recipe(recipe, model_config)
     index = open_model(Path(path), model_name)
+    if model_name is None:
+        check_one_model(index.path, weight_names(index), lambda names: fits_spelled(chosen, names, is_wrapped=True))
     index = unwrapped(index, weight_names(index), fits_recipe(chosen))
     chosen = spelled_for(chosen, weight_names(index))
+    adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
     more = _trained_besides(index)
     if more:
         raise MismatchError(
             f"'{index.path}' holds more that trained than LoRA layers, for which this layout has no room: {listing(more)}; export all "
             "of the model, --to hf (export_huggingface)"
         )
-    adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
     layers = [layer for adapter in adapters for layer in _layers(adapter, chosen, model_config)]
     check_values(index, [piece.key for one in adapters for piece in (one.a, one.b)])
     reader = TensorReader(index, dtype)

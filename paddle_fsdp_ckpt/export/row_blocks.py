@@ -64,9 +64,10 @@ class Block:
         Raises:
             What :func:`~.values.read_values` raises.
         """
-        length = self.source.shape[1]
-        wanted = replace(index.whole_piece(self.source.name), flat_range=Range(self.rows.start * length, self.rows.stop * length))
-        return read_values(index, wanted, PARTIAL_STATE).reshape(self.rows.numel, length)
+        stored = index.whole_piece(self.source.name)
+        length = stored.global_shape[1]
+        wanted = replace(stored, flat_range=Range(self.rows.start * length, self.rows.stop * length))
+        return read_values(index, wanted, PARTIAL_STATE).reshape(self.rows.numel, length)[:, : self.source.shape[1]]
 
 
 def blocks_of(index: CheckpointIndex, number: int, target: TensorTarget) -> Iterator[Block]:

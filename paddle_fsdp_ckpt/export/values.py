@@ -15,7 +15,7 @@ from ..storage.casts import as_array
 from ..storage.format import DTYPE_NBYTES
 from ..storage.index import CheckpointIndex
 from ..storage.plan import plan_read, plan_whole
-from ..storage.reader import UNCHANGED, check_duplicates, execute_read
+from ..storage.reader import READ_ONLY, check_duplicates, execute_read
 
 BATCH_NUMEL = 1 << 20
 """How many elements are in memory at a time."""
@@ -56,7 +56,7 @@ def check_values(index: CheckpointIndex, keys: Sequence[str]) -> None:
     check_duplicates(plan)
 
 
-def iter_values(index: CheckpointIndex, wanted: Sequence[Piece], consequence: str = UNCHANGED) -> Iterator[Part]:
+def iter_values(index: CheckpointIndex, wanted: Sequence[Piece], consequence: str = READ_ONLY) -> Iterator[Part]:
     """Yield the values of pieces, in order, in batches of :data:`BATCH_NUMEL` elements; where a file has digests they are checked.
 
     Two checkpoints give the same parts where the pieces are as large, whatever their dtypes. ``consequence`` says in words what a failure
@@ -82,7 +82,7 @@ def iter_values(index: CheckpointIndex, wanted: Sequence[Piece], consequence: st
             yield Part(number, start, as_array(view, part.dtype))
 
 
-def read_values(index: CheckpointIndex, piece: Piece, consequence: str = UNCHANGED) -> Array:
+def read_values(index: CheckpointIndex, piece: Piece, consequence: str = READ_ONLY) -> Array:
     """Return all values of a piece, 1-D; a bfloat16 as the uint16 of its bits.
 
     Args:
@@ -115,7 +115,7 @@ def copy_transposed(source: Array, target: Array) -> None:
         target[:, start : start + _STRIP] = source[start : start + _STRIP].T
 
 
-def read_into(index: CheckpointIndex, pieces: Sequence[Piece], views: Sequence[memoryview], consequence: str = UNCHANGED) -> None:
+def read_into(index: CheckpointIndex, pieces: Sequence[Piece], views: Sequence[memoryview], consequence: str = READ_ONLY) -> None:
     """Read all values of several pieces, each straight into bytes.
 
     Raises:

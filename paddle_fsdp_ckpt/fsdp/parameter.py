@@ -106,7 +106,7 @@ class ShardedParameter(EagerParamBase):
     def set_value(self, value: paddle.Tensor | np.ndarray[Any, Any]) -> None:
         """Set the whole parameter; each rank keeps its part. ``value`` must have the whole shape and be the same on every rank.
 
-        Master weights of the optimizers that are bound are set too.
+        Master weights of the optimizers that are bound are set too. Of this rank's piece alone see :meth:`copy_`.
 
         Raises:
             ShardingError: wrong shape or dtype.
@@ -189,9 +189,14 @@ class ShardedParameter(EagerParamBase):
     def main_grad(self, value: object) -> None:
         raise ShardingError(f"{self._shard.describe()}: {MAIN_GRAD}")
 
-    def copy_(self, *_: Any) -> NoReturn:
-        """Not supported: use ``set_value``."""
-        raise ShardingError(f"{self._shard.describe()}: copy_ can't write to it; use set_value, which takes the whole value")
+    def copy_(self, value: paddle.Tensor | np.ndarray[Any, Any], *_: Any) -> ShardedParameter:
+        """Set this rank's piece inside a block of ``local_parameters``; elsewhere use ``set_value``.
+
+        Raises:
+            ShardingError: it is elsewhere, or ``value`` has not the piece's shape and dtype.
+        """
+        self._shard.write_piece(value)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ShardingError(

@@ -162,9 +162,15 @@ class ParameterShard:
         """Set the whole parameter to ``value``; this rank keeps its part."""
         tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
         if tuple(tensor.shape) != self.slot.shape or dtype_name(tensor) != self.buffer.layout.dtype:
+            here = ""
+            if self.unit.runtime.shows_local(self):
+                here = (
+                    "; or, as it is this rank's piece here, write to that: p.copy_(values), or, under paddle.no_grad(), p[:] = values, "
+                    "p.lerp_(values, weight), p.scale_(factor) and the like"
+                )
             raise ShardingError(
                 f"{self.describe()}: can't be set to a value of shape {list(tensor.shape)} and dtype {dtype_name(tensor)}; "
-                "give the whole value"
+                f"give the whole value{here}"
             )
         self.unit.release()
         self.unit.runtime.given_values.note(self, tensor)
@@ -173,6 +179,23 @@ class ParameterShard:
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
         self.unit.changed([self])
         self.unit.runtime.parameters_written([self])
+
+    def write_piece(self, value: paddle.Tensor | np.ndarray[Any, Any]) -> None:
+        """Set this rank's piece, which the parameter must be at the moment."""
+        if not self.unit.runtime.shows_local(self):
+            raise ShardingError(
+                f"{self.describe()}: copy_ can't write to it; use set_value, which takes the whole value, or copy_ this rank's piece "
+                "inside `with paddle_fsdp_ckpt.local_parameters(model):`"
+            )
+        tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+        if list(tensor.shape) != [self.range.numel] or dtype_name(tensor) != self.buffer.layout.dtype:
+            raise ShardingError(
+                f"{self.describe()}: copy_ can't write a value of shape {list(tensor.shape)} and dtype {dtype_name(tensor)} to this rank's "
+                f"piece; give one of shape [{self.range.numel}] and {self.buffer.layout.dtype}, or the whole value to set_value"
+            )
+        if self.range.numel:
+            with paddle.no_grad():
+                paddle.assign(tensor.detach(), self.local)
 
     # Gradient.
 

@@ -101,6 +101,11 @@ class Runtime:
         """Whether this rank has gradients that a later step will use."""
         return any(shard.is_unused or (shard.is_left and self.adds_to_left) for shard in self.shards)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward runs, or ended by an error and no other one, nor a step, has begun since."""
+        return self._running_forwards > 0
+
     def gradients_used(self) -> None:
         """A step is about to use the gradients that there are."""
         if self._cleared_left:
@@ -398,11 +403,17 @@ class Runtime:
         try:
             yield
         finally:
+            by_unit: dict[int, list[ParameterShard]] = {}
             for shard in fresh:
                 shard.hide_local()
                 self._showing_local.discard(shard.index)
-            for unit in {shard.unit.index: shard.unit for shard in fresh}.values():
-                unit.changed([shard for shard in fresh if shard.unit is unit])
+                by_unit.setdefault(shard.unit.index, []).append(shard)
+            for own in by_unit.values():
+                own[0].unit.changed(own)
+
+    def shows_local(self, shard: ParameterShard) -> bool:
+        """Tell whether a parameter is this rank's piece at the moment, by :meth:`showing_local`."""
+        return shard.index in self._showing_local
 
     def check_unwritten(self) -> None:
         """Raise where a parameter was given memory while it was sharded, so that what was written is not in the shard.

@@ -97,7 +97,8 @@ def _outline(unit: UnitPlan) -> object:
 def local_parameters(model: nn.Layer) -> Iterator[None]:
     """Inside the block each parameter of a sharded model is this rank's piece of it: 1-D, sharing the shard's memory.
 
-    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays.
+    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays: by ``p.copy_(values)``,
+    which checks shape and dtype, or, under ``paddle.no_grad()``, ``p[:] = values``, ``p.lerp_(...)``, ``p.scale_(...)`` and the like.
 
     Raises:
         ShardingError: the model is not sharded.

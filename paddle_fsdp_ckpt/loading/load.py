@@ -49,6 +49,7 @@ def load(
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     allow_other_shape: Iterable[str] = (),
+    resize: Iterable[str] = (),
     cast: bool = False,
     key_map: KeyMap | None = None,
     copy_tied: bool = False,
@@ -80,6 +81,12 @@ def load(
         allow_unexpected: patterns of keys, as the checkpoint names them, that the objects may lack. They are not loaded.
         allow_other_shape: patterns of names of parameters and buffers that may have another shape in the checkpoint, such as
             ``["embed.weight", "head.*"]`` of a vocabulary that has grown. They keep their values, and their states start afresh.
+        resize: patterns of names of parameters and buffers, such as the same, that may have another size in one dimension, which any
+            is: of an embedding ``[vocabulary, width]`` the rows, of a Linear's weight ``[width, vocabulary]`` the columns. The leading
+            ones that both have are loaded, with their master weights and states. Those that the checkpoint lacks keep the weights and
+            states that they have, which in a new optimizer are those of rows that no batch had yet; those that it has besides are left
+            out. States that can't be resized (all of NAdam and RAdam, and of ASGD by columns) start afresh. Of the names of
+            one tensor that several have, one pattern is enough. Goes before ``allow_other_shape``.
         cast: convert between floating point types by value, to the nearest. A float32 parameter is then taken from the master weight
             of a low-precision one, and a missing master weight from the parameter. A value too large for its new type is an error.
         key_map: where names differ: a function from the name of a parameter or buffer in the model to its name in the checkpoint, or a
@@ -121,6 +128,7 @@ def load(
                 allow_missing=allow_missing,
                 allow_unexpected=allow_unexpected,
                 allow_other_shape=allow_other_shape,
+                resize=resize,
                 cast=cast,
                 key_map=key_map,
                 parts=parts,
@@ -239,6 +247,7 @@ def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: lis
         # Ranks that keep nothing of a parameter don't know that all its states start afresh.
         missing=[key for key in notes.missing if key.rpartition(".")[0] not in notes.started_afresh],
         other_shape=notes.other_shape,
+        resized=notes.resized,
         started_afresh=notes.started_afresh,
         unexpected=notes.unexpected,
         casts=notes.casts,

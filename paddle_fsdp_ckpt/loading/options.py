@@ -25,6 +25,7 @@ class LoadOptions:
         allow_missing: patterns of keys, as the objects name them, that the checkpoint may lack.
         allow_unexpected: patterns of keys, as the checkpoint names them, that the objects may lack.
         allow_other_shape: patterns of parameters and buffers, as the objects name them, that may have another shape in the checkpoint.
+        resize: patterns of those of which the leading rows, or columns, are loaded that both have, where one dimension has another size.
         cast: whether floating point values are converted.
         key_map: see :data:`KeyMap`; None where the names are the same.
         parts: those of :data:`PARTS` that are loaded.
@@ -38,6 +39,7 @@ class LoadOptions:
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     allow_other_shape: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
     cast: bool = False
     key_map: KeyMap | None = None
     parts: frozenset[str] = field(default_factory=frozenset)
@@ -132,6 +134,11 @@ class Patterns:
         matching = [one for one in self._used if fnmatchcase(key, one)]
         self._used.update(dict.fromkeys(matching, True))
         return bool(matching)
+
+    def match_any(self, keys: Iterable[str]) -> bool:
+        """Tell whether a pattern matches one of the keys, which are names of one tensor; all that match any were of use."""
+        matched = [self.match(key) for key in keys]
+        return any(matched)
 
     def match_all(self, keys: Collection[str]) -> bool:
         """Tell whether each key has a pattern that matches it. Only then were these of use."""

@@ -34,6 +34,7 @@ from .exact import plan_exact_load
 from .options import PATTERNS, LoadOptions, Patterns, map_names, unused_prefixes
 from .planned import KeyTarget, LoadPlan, TargetReading, counter_of
 from .report import CastKey, LoadNotes, OtherShape
+from .resizing import Resizing
 from .saved_names import RenamedCheckpoint, rename_checkpoint
 from .values import Values
 from .ways_out import find_ways_out, without_states
@@ -116,6 +117,7 @@ class _Planner:
         self.may_be_left_out = Patterns(self.options.allow_unexpected)
         self.may_have_other_shape = Patterns(self.options.allow_other_shape)
         self.names_of = {name: names for names in self.given.tied() for name in names}
+        self.resizing = Resizing(self.saved, Patterns(self.options.resize), self.names_of, self.owner_of)
 
     def states_of(self, name: str) -> set[str]:
         """Return the keys of the states that the checkpoint has of a parameter."""
@@ -147,7 +149,7 @@ class _Planner:
         for key, weight in weights.items():
             if key not in unread:
                 target = self._model_target(key, weight)
-                may_stay = self._has_other_shape(target.source, weight) and self._may_have_other_shape(key)
+                may_stay = self.resizing.has_other_shape(target.piece) and self._may_have_other_shape(key)
                 (self.kept if may_stay else self.targets).append(target)
 
     def _plan_base(self) -> None:
@@ -177,24 +179,22 @@ class _Planner:
         if self.options.cast and self.index.dtypes.get(key) in (*_LOW_PRECISION, None):  # None where it is lost
             master = self._master_of(key)
             if master is not None and self.index.dtypes.get(master) == piece.dtype:
-                return KeyTarget(key, replace(piece, key=master), weight.local_tensor, is_substitute=True)
-        return KeyTarget(key, piece, weight.local_tensor)
+                piece = replace(piece, key=master)
+        self.resizing.learn(key, weight.global_shape, piece.key)
+        return KeyTarget(key, self.resizing.fitted(key, key, piece), weight.local_tensor, is_substitute=piece.key != key)
 
     def _master_of(self, key: str) -> str | None:
         """Return the key of a parameter's master weight, where the checkpoint has one and it is whole."""
         master = f"{self.owner_of.get(key, key)}.{MASTER_WEIGHT_KEY}"
         return master if master in self.states_of(key) and master in self.index else None
 
-    def _has_other_shape(self, source: str, weight: ShardedWeight) -> bool:
-        return source in self.index and self.index.global_shape(source) != tuple(weight.global_shape)
-
     def _may_have_other_shape(self, name: str) -> bool:
-        matched = [self.may_have_other_shape.match(one) for one in self.names_of.get(name, (name,))]
-        return any(matched)
+        return self.may_have_other_shape.match_any(self.names_of.get(name, (name,)))
 
     def _state_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
-        source = self._state_source(key)
-        return KeyTarget(key, piece_of(source, weight), weight.local_tensor, is_substitute=source == key.rpartition(".")[0])
+        source, name = self._state_source(key), key.rpartition(".")[0]
+        piece = self.resizing.fitted(name, key, piece_of(source, weight))
+        return KeyTarget(key, piece, weight.local_tensor, is_substitute=source == name)
 
     def _state_source(self, key: str) -> str:
         """Return the key of the checkpoint that holds a state."""
@@ -221,6 +221,9 @@ class _Planner:
                 self._plan_optimizer(stepper)
 
     def _plan_optimizer(self, stepper: Stepper) -> None:
+        for one in stepper.parameters:
+            self.resizing.learn(one.slot.name, one.slot.shape)
+        self.resizing.repeated.update(f"{state}_0" for state in entry_of(stepper.optimizer).repeated)
         stored = {name for name in stepper.names if self.states_of(name)}
         # Of what stock Paddle saved, only the states tell what was in an optimizer.
         new = {name for name in stepper.names - self.run.names if self.run.tied is not None or name not in self.index}
@@ -288,9 +291,9 @@ class _Planner:
                 restarted.add(name)
             elif any(self.may_be_missing.match(key) for key in absent):
                 half.append(name)
-            elif absent or not any(self._has_other_shape(self._state_source(key), loading.weights[key]) for key in keys):
+            elif absent or not any(self.resizing.has_other_shape(self._state_target(key, loading.weights[key]).piece) for key in keys):
                 continue
-            elif self._may_have_other_shape(name):
+            elif self._may_have_other_shape(name) or self.resizing.is_resized(name):
                 restarted.add(name)
         if half:
             self.others.append(
@@ -306,7 +309,8 @@ class _Planner:
         self.expected |= {one.source for one in self.targets}
         targets = [one for one in self.targets if one.source in self.index]
         values = Values(self.index, self.options.cast, self.progress)
-        reads = plan_read(self.index, [values.stored_piece(one) for one in targets], self.expected, {*self.not_asked_for, *self.left_out})
+        ignored = {*self.not_asked_for, *self.left_out, *self._other_names()}
+        reads = plan_read(self.index, [values.stored_piece(one) for one in targets], self.expected, ignored)
         self._check_kept_masters([*self.kept, *(one for one in self.targets if one.source not in self.index)])
         missing, problems = self._judge(reads.problems, [one.source for one in targets])
         if self.options.verify_first and not problems:
@@ -316,9 +320,11 @@ class _Planner:
         if not problems:
             copies = [(one, [self._state_target(key, weight) for key, weight in one.copies.items()]) for one in self.state_loads]
             problems = values.check(targets, reads, copies)
-        patterns = zip(PATTERNS, (self.may_be_missing, self.may_be_left_out, self.may_have_other_shape), strict=True)
+        given = (self.may_be_missing, self.may_be_left_out, self.may_have_other_shape, self.resizing.patterns)
+        patterns = zip(PATTERNS, given, strict=True)
         used = [f"{name}={one!r}" for name, some in patterns for one in some.used()]
         shapes = [OtherShape(one.key, self.index.global_shape(one.source), one.piece.global_shape) for one in self.kept]
+        resized = self.resizing.of([one.key for one in targets])
         return LoadPlan(
             self.index,
             self.run,
@@ -327,7 +333,7 @@ class _Planner:
             TargetReading(targets, reads),
             problems,
             state_loads=self.state_loads,
-            notes=LoadNotes(missing, sorted(left_out), self._casts(targets), shapes, self.started_afresh, used),
+            notes=LoadNotes(missing, sorted(left_out), self._casts(targets), shapes, self.started_afresh, used, resized),
             kept=frozenset(name for one in self.kept for name in self.names_of.get(one.key, (one.key,))),
             without_state=self.without_state,
             not_asked_for=sorted(self.saved.original_key(key) for key in self.not_asked_for),
@@ -337,6 +343,11 @@ class _Planner:
             damaged=damaged,
             base=self.base,
         )
+
+    def _other_names(self) -> set[str]:
+        """Return the keys that are only other names, which the objects lack, of what the checkpoint has for them; as a tied head's."""
+        groups = [set(names) for names in self.run.tied or () if any(name in self.expected and name in self.index for name in names)]
+        return set().union(*groups) - self.expected
 
     def _judge(self, problems: ReadProblems, sources: Sequence[str]) -> tuple[list[str], ReadProblems]:
         """Return the keys that may be missing, and what is wrong besides what the options allow."""
@@ -357,6 +368,7 @@ class _Planner:
 
     def _with_ways_out(self, problems: ReadProblems, states: set[str], sources: Sequence[str]) -> ReadProblems:
         others_of_model = problems.tied or self.others_of_model or problems.nothing_matched
+        reshaped = {one.key.rpartition(".")[0] if one.key in states else one.key for one in problems.wrong_shape}
         has_other_parts = self.wanted.model is not None and self.options.parts != {"model"}
         return replace(
             problems,
@@ -367,6 +379,7 @@ class _Planner:
                 self.wanted,
                 states,
                 wanted=sources,
+                resizable=[name for name in reshaped if self.resizing.dimension(name) is not None],
                 weights_may_fit=has_other_parts and not others_of_model,
                 may_rename=self.options.key_map is None,
             ),

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import counted
+from ..errors import FEW, counted, listing
+from ..pieces import only_difference
 from ..storage.json_values import JsonValue
-
-_SHOWN = 5
 
 
 class CastKey(NamedTuple):
@@ -53,6 +52,37 @@ class OtherShape(NamedTuple):
         return f"'{self.key}': {list(self.saved)} in it, {list(self.now)} here"
 
 
+class Resized(NamedTuple):
+    """A parameter or buffer, or one's state, of which the leading rows, or columns, were loaded that both have.
+
+    Attributes:
+        key: its name in the objects.
+        source: what it comes from, as the checkpoint or the files name it.
+        saved: the whole shape there, its dimensions in the order of ``now``.
+        now: that of the object; they differ in one dimension.
+    """
+
+    key: str
+    source: str
+    saved: tuple[int, ...]
+    now: tuple[int, ...]
+
+    def __str__(self) -> str:
+        dimension = only_difference(self.saved, self.now)
+        assert dimension is not None
+        names = {len(self.now) - 1: ("column", "columns"), 0: ("row", "rows")}
+        one, several = names.get(dimension, (f"index of dimension {dimension}", f"indices of dimension {dimension}"))
+        more = self.now[dimension] - self.saved[dimension]
+        stay = "left as it was" if more == 1 else "left as they were"
+        rest = f"{counted(more, one, several)} {stay}" if more > 0 else f"{counted(-more, one, several)} of it left out"
+        source = "" if self.source == self.key else f" of '{self.source}'"
+        return f"'{self.key}': {list(self.saved)}{source} in it, {list(self.now)} here, {rest}"
+
+
+RESIZED = ("key of another size, loaded as far as both have it", "keys of another size, loaded as far as both have them")
+"""What reports call one such key, and several."""
+
+
 @dataclass(frozen=True)
 class LoadNotes:
     """What one rank has to report, or all of them together; see :class:`LoadReport`."""
@@ -63,6 +93,7 @@ class LoadNotes:
     other_shape: list[OtherShape] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     used_options: list[str] = field(default_factory=list)
+    resized: list[Resized] = field(default_factory=list)
 
     def to_json(self) -> JsonValue:
         """Return the notes as plain JSON data."""
@@ -77,7 +108,8 @@ def merge_notes(ranks: Sequence[JsonValue]) -> LoadNotes:
 
     casts = sorted({CastKey(*one) for notes in ranks for one in notes["casts"]})
     shapes = sorted({OtherShape(key, tuple(saved), tuple(now)) for notes in ranks for key, saved, now in notes["other_shape"]})
-    return LoadNotes(union("missing"), union("unexpected"), casts, shapes, union("started_afresh"), union("used_options"))
+    resized = sorted({Resized(key, source, tuple(saved), tuple(now)) for notes in ranks for key, source, saved, now in notes["resized"]})
+    return LoadNotes(union("missing"), union("unexpected"), casts, shapes, union("started_afresh"), union("used_options"), resized)
 
 
 @dataclass(frozen=True)
@@ -99,8 +131,11 @@ class LoadReport:
         missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values.
         other_shape: parameters and buffers that have another shape in the checkpoint, as ``allow_other_shape`` allows. They kept their
             values.
+        resized: parameters and buffers that have another size in one dimension in the checkpoint, as ``resize`` allows: the leading rows,
+            or columns, that both have were loaded, of their states too. States are named only where their parameter isn't.
         started_afresh: parameters whose states were not in the checkpoint, or not all, as ``allow_missing`` allows, or had another shape,
-            as ``allow_other_shape`` does. They have none now: the next step begins them as that of a new optimizer would.
+            as ``allow_other_shape`` does, or could not be resized. They have none now: the next step begins them as that of a new
+            optimizer would.
         unexpected: keys of the checkpoint, as it names them, that were loaded nowhere, as ``allow_unexpected`` allows, or because another
             tied name's values were taken, or the parameter started afresh.
         casts: what was converted, as ``cast`` allows.
@@ -127,6 +162,7 @@ class LoadReport:
     differences: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     other_shape: list[OtherShape] = field(default_factory=list)
+    resized: list[Resized] = field(default_factory=list)
     started_afresh: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     casts: list[CastKey] = field(default_factory=list)
@@ -140,12 +176,13 @@ class LoadReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the objects now hold all that the checkpoint holds, just as it was saved: nothing left out, converted or renamed."""
+        """Whether the objects hold all that the checkpoint holds, just as it was saved: nothing left out, converted, resized or renamed."""
         return not (
             self.not_asked_for
             or self.differences
             or self.missing
             or self.other_shape
+            or self.resized
             or self.started_afresh
             or self.unexpected
             or self.casts
@@ -159,7 +196,7 @@ class LoadReport:
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         lines = [f"loaded '{self.path}'{step}, saved by {counted(self.world_size, 'rank')}: {', '.join(self.parts) or 'nothing'}"]
-        lines += [f"{counted(len(items), *what)}: {_first(items)}" for what, items in self._deviations() if items]
+        lines += [f"{counted(len(items), *what)}: {listing(items, FEW)}" for what, items in self._deviations() if items]
         if self.is_exact:
             lines.append("everything in it, as it was saved")
         return "\n- ".join(lines)
@@ -172,6 +209,7 @@ class LoadReport:
                 ("key of another shape in it, left as it was", "keys of another shape in it, left as they were"),
                 [str(one) for one in self.other_shape],
             ),
+            (RESIZED, [str(one) for one in self.resized]),
             (("parameter whose states start afresh", "parameters whose states start afresh"), self.started_afresh),
             (("key of the checkpoint left out", "keys of the checkpoint left out"), self.unexpected),
             (("key of the checkpoint not asked for", "keys of the checkpoint not asked for"), self.not_asked_for),
@@ -198,8 +236,3 @@ class LoadReport:
             (("parameter left to the base, unchanged", "parameters left to the base, unchanged"), self.base),
             (("option not needed", "options not needed"), self.unused_options),
         ]
-
-
-def _first(items: Sequence[str]) -> str:
-    rest = f", ... ({len(items) - _SHOWN} more)" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + rest

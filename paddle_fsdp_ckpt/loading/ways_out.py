@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..fsdp import dtype_name
 from ..optimizer_states import MASTER_WEIGHT_KEY, is_master_weight
-from ..storage.problems import KeyProblem, ReadProblems, WaysOut
+from ..storage.problems import KeyProblem, ReadProblems, WaysOut, prefixes_of_all
 from ..subjects import Subjects
 from .saved_names import RenamedCheckpoint
 
@@ -24,6 +24,7 @@ def find_ways_out(
     states: Collection[str],
     *,
     wanted: Iterable[str],
+    resizable: Iterable[str],
     weights_may_fit: bool,
     may_rename: bool,
 ) -> WaysOut:
@@ -35,6 +36,7 @@ def find_ways_out(
         subjects: what is loaded.
         states: keys of states and master weights, of the objects and of the checkpoint, by the names of the objects.
         wanted: the keys of the checkpoint, by the names of the objects, that this rank would read.
+        resizable: names of parameters and buffers of another shape, by the names of the objects, of which one dimension has another size.
         weights_may_fit: whether the model could be loaded by itself, as far as single keys don't tell.
         may_rename: whether a ``key_map`` may be offered.
     """
@@ -56,12 +58,14 @@ def find_ways_out(
         patterns_of_missing(problems.missing, model_keys, states, has_states=bool(subjects.steppers)),
         patterns_of_unexpected(problems.unexpected, set(stored), stored_states),
         tuple(sorted({glob.escape(_owner(one.key) if is_of_states(one.key) else one.key) for one in problems.wrong_shape})),
+        tuple(sorted(map(glob.escape, resizable))),
         _renamed_layers(
             _in_layers(lost, model_keys, _described(subjects)),
             _in_layers(left, [key for key in stored if key not in stored_states], _stored_as(saved, left)),
         )
         if is_renamed
         else {},
+        _in_front(lost, left, subjects, saved) if is_renamed else (),
         weights_fit,
         bool({key for key in wanted if key not in states or subjects.model is None}.difference(one.key for one in problems.wrong_shape)),
     )
@@ -157,6 +161,15 @@ def _beginnings(key: str) -> Iterator[str]:
 
 def _owner(key: str) -> str:
     return key.rpartition(".")[0]
+
+
+def _in_front(lost: Sequence[str], left: Sequence[str], subjects: Subjects, saved: RenamedCheckpoint) -> tuple[str, ...]:
+    """Return what stands in the checkpoint in front of all keys that are missing, where they are the same there."""
+    prefixes = prefixes_of_all(lost, left)
+    if not prefixes:
+        return ()
+    here, there = _described(subjects), _stored_as(saved, left)
+    return tuple(prefix for prefix in prefixes if all(here[key] == there[prefix + key] for key in lost))
 
 
 _Described = tuple[tuple[int, ...], str]

@@ -23,8 +23,12 @@ def retention_of(max_to_keep: int | None, keep: Sequence[Retention]) -> list[Ret
     """
     if not isinstance(keep, (list, tuple)) or not all(hasattr(policy, "kept") for policy in keep):
         raise CheckpointError("keep: give a list of policies such as KeepLast(3) and KeepEvery(1000)")
-    policies = [*keep, *([] if max_to_keep is None else [KeepLast(max_to_keep)])]
-    return policies or [KeepAll()]
+    if max_to_keep is None:
+        return list(keep) or [KeepAll()]
+    try:
+        return [*keep, KeepLast(max_to_keep)]
+    except CheckpointError:
+        raise CheckpointError(f"max_to_keep is {max_to_keep!r:.100}, not a whole number from 1 on; None keeps all steps") from None
 
 
 def whole_number(value: Any, what: str, least: int) -> int:

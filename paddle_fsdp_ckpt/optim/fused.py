@@ -19,7 +19,7 @@ from ..fsdp.paddle_contexts import check_not_cut_before
 from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
 from ..fsdp.sharded_weights import replicated
 from ..optimizer_states import MASTER_WEIGHT_KEY
-from .catalog import StateKind, check_states_known, state_name
+from .catalog import StateKind, check_states_known, entry_of, state_name
 from .fused_checks import check_fused, check_gradients, fused_entry_of
 from .fused_others import check_others, is_repaired
 from .fused_repair import warn_of_harms
@@ -27,10 +27,6 @@ from .fused_tensors import FusedTensor, fused_tensors, held_names, owner_of
 from .registry import OptimizerState, check_state_values
 
 _ELEMENTWISE = StateKind.ELEMENTWISE
-
-_REPEATED = {"NAdam": ("momentum_decay_pow", "beta2_pow", "mu_product"), "RAdam": ("beta1_pow", "beta2_pow", "rho")}
-"""Numbers of which Paddle keeps a copy an element, unfused too, so that their keys are elementwise. A fused buffer has one value in all its
-copies, and RAdam reads the first, which may be padding."""
 
 
 def check_process(optimizers: Sequence[Any]) -> None:
@@ -123,7 +119,7 @@ def states_written(optimizer: Any) -> None:
         MismatchError: parameters of one buffer were loaded with different values of what the buffer has once. The optimizer has the
             loaded states then, and can't go on from them.
     """
-    repeated = [f"{state}_0" for state in _REPEATED.get(type(optimizer).__name__, ())]
+    repeated = _repeated(optimizer)
     fused: dict[int, list[tuple[str, paddle.Tensor]]] = defaultdict(list)
     owners: dict[int, paddle.Tensor] = {}
     for state, owner in _states_and_owners(optimizer):
@@ -216,7 +212,7 @@ def begin_load(optimizer: Any, stored: Collection[str] | None = None) -> FusedLo
     init_optimizer_state(optimizer)
     if stored is not None:
         _drop_absent(optimizer, stored)
-    repeated = [f"{state}_0" for state in _REPEATED.get(type(optimizer).__name__, ())]
+    repeated = _repeated(optimizer)
     weights: dict[str, ShardedWeight] = {}
     copies: dict[str, ShardedWeight] = {}
     scalars: list[tuple[OptimizerState, paddle.Tensor]] = []
@@ -236,6 +232,14 @@ def begin_load(optimizer: Any, stored: Collection[str] | None = None) -> FusedLo
             copies[key] = ShardedWeight(key, one, shape, shape, (0,) * len(shape), True, slice(first, first + 1))
             owners[key] = id(owner)
     return FusedLoad(optimizer, weights, copies, scalars, owners)
+
+
+def _repeated(optimizer: Any) -> list[str]:
+    """Return the suffixes of numbers of which Paddle keeps a copy an element, unfused too, so that their keys are elementwise.
+
+    A fused buffer has one value in all its copies, and RAdam reads the first, which may be padding.
+    """
+    return [f"{state}_0" for state in entry_of(optimizer).repeated]
 
 
 def _drop_absent(optimizer: Any, stored: Collection[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..layout import Range
-from ..pieces import Piece
+from ..pieces import Piece, ranges_inside
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex
 from .plan import FLOATING_DTYPES, plan_read
@@ -92,7 +92,7 @@ def read_cast(
 
     Args:
         index: of the checkpoint. It must hold all values.
-        wanted: in the type that they shall have.
+        wanted: in the type that they shall have; what reaches beyond its tensor is left as it is.
         destinations: the bytes of each, writable; None to convert only and keep nothing, to see what would happen.
         check_digests: whether bytes are compared with their digests.
 
@@ -112,14 +112,16 @@ def read_cast(
             used += nbytes
         parts = [_part(wanted[number], index.dtypes[wanted[number].key], start, stop) for number, start, stop in batch]
         execute_read(plan_read(index, parts, ()), views, check_digests=check_digests)
-        for part, view, (number, start, stop) in zip(parts, views, batch, strict=True):
+        for part, view, (number, start, _) in zip(parts, views, batch, strict=True):
             dtype = wanted[number].dtype
-            converted, overflow = convert(as_array(view, part.dtype), part.dtype, dtype)
-            overflows[number] += overflow
-            if destinations is not None:
-                size = DTYPE_NBYTES[dtype]
-                destinations[number][start * size : stop * size] = converted.view(np.uint8).data
-            del converted  # before the next of its size is made
+            size = DTYPE_NBYTES[dtype]
+            values = as_array(view, part.dtype)
+            for inside in ranges_inside(part):
+                converted, overflow = convert(values[inside.start : inside.stop], part.dtype, dtype)
+                overflows[number] += overflow
+                if destinations is not None:
+                    destinations[number][(start + inside.start) * size : (start + inside.stop) * size] = converted.view(np.uint8).data
+                del converted  # before the next of its size is made
     return overflows
 
 

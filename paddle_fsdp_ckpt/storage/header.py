@@ -47,6 +47,8 @@ _VERSION_KEY = "paddle_fsdp_ckpt.format_version"
 _COLUMNS_KEY = "paddle_fsdp_ckpt.columns"
 _PIECES_KEY = "paddle_fsdp_ckpt.pieces"
 _BEFORE_COLUMNS = f'{{"{METADATA_KEY}":{{"{_VERSION_KEY}":"{FORMAT_VERSION}","{_COLUMNS_KEY}":"'.encode()
+BEGINNING = f'{{"{METADATA_KEY}":{{"{_VERSION_KEY}":'.encode()
+"""How the header of each file of ours begins, of whatever version."""
 _ALIGNMENT = 8
 _BLOCK_LENGTH = 2048  # pieces in one text of columns
 

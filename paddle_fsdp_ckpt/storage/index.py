@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
+from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError, counted, listing
 from ..pieces import Piece, whole_piece
 from .columns import FileColumns, columns_of
 from .digests import digest_of_parts
 from .entries import Entry, Stored
-from .format import LENGTH_NBYTES, MANIFEST_NAME, parse_left_over
-from .header import decode_header, decode_header_columns, header_nbytes
+from .format import LENGTH_NBYTES, MANIFEST_NAME, parse_left_over, rank_file_name
+from .header import BEGINNING, decode_header, decode_header_columns, header_nbytes
 from .json_values import cut_text
 from .manifest import MAX_MANIFEST_NBYTES, FileRecord, Manifest
-from .system_errors import read_file, says_missing
+from .system_errors import is_there, read_file, says_missing
 from .table import DtypesInTable, PieceTable, StoredInTable, table_of
 
 _HUGGINGFACE_NAME = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?", re.ASCII)
@@ -360,10 +360,35 @@ def _say_file(path: Path) -> str:
     return f"'{path}' is a file, not a checkpoint directory; {way_out}"
 
 
+def has_lost_manifest(path: Path) -> bool:
+    """Tell whether files of ours lie in a directory that has no manifest."""
+    ending = rank_file_name(0)[1:]
+    return not is_there(path / MANIFEST_NAME) and any(_is_ours(path, name) for name in os.listdir(path) if name.endswith(ending))
+
+
+def _is_ours(path: Path, name: str) -> bool:
+    try:
+        descriptor, _ = open_inside(path, name)
+        with open(descriptor, "rb") as file:
+            return file.read(LENGTH_NBYTES + len(BEGINNING))[LENGTH_NBYTES:] == BEGINNING
+    except (CheckpointError, OSError):  # whoever reads all of it says what is wrong
+        return False
+
+
+def say_lost_manifest(what: str) -> str:
+    """Say what it means that files of ours, such as this one, lie in a directory without a manifest."""
+    return (
+        f"{what} was written by paddle_fsdp_ckpt, and the directory has no {MANIFEST_NAME}: the save was not finished, or the directory "
+        "not copied whole; load another checkpoint"
+    )
+
+
 def _say_foreign(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return f"'{path}' is an empty directory, not a checkpoint; check the path"
+    if has_lost_manifest(path):
+        return say_lost_manifest(f"'{path}'")
     if any(name.endswith(".metadata") for name in names):
         return (
             f"'{path}' has no {MANIFEST_NAME}: it is a checkpoint of stock Paddle, or of an unfinished save. load and "

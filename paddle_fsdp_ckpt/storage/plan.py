@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import MismatchError, listing
-from ..pieces import Piece, overlaps
+from ..errors import MismatchError, counted, listing
+from ..pieces import Piece, overlaps, ranges_inside
 from .entries import Stored
 from .format import DTYPE_NBYTES
 from .index import CheckpointIndex
@@ -89,7 +90,8 @@ def plan_read(
 
     Args:
         index: what the checkpoint holds.
-        targets: what this rank wants. Several may be of one key; each needs to be a valid piece.
+        targets: what this rank wants. Several may be of one key; each needs to be a valid piece, but that its box may reach beyond the
+            tensor: what of it does is not read.
         expected_keys: all keys of the objects, on any rank. Keys of ``targets`` count as expected.
         ignored_keys: keys that the checkpoint may have besides.
     """
@@ -126,7 +128,7 @@ def plan_read(
         for start, stop, file, file_offset in runs:
             found += stop - start
             reads.setdefault(file, []).append(Read(file_offset, number, start * itemsize, (stop - start) * itemsize))
-        if found != target.numel:
+        if found != target.numel and found != sum(one.numel for one in ranges_inside(target)):
             uncovered.append(KeyProblem(key, _say_uncovered(target, runs)))
     expected = set(expected_keys).union(target.key for target in targets)
     problems = ReadProblems(
@@ -206,14 +208,21 @@ def _cut(run: _Run, start: int, stop: int, itemsize: int) -> _Run:
 
 
 def _say_uncovered(target: Piece, runs: Sequence[_Run]) -> str:
-    first = 0
-    for run in runs:
-        if run.start > first:
+    inside = list(ranges_inside(target))
+    first, wanted, found = inside[0].start, sum(one.numel for one in inside), sum(run.stop - run.start for run in runs)
+    for one in inside:
+        first = max(first, one.start)
+        for run in runs:
+            if run.start <= first < run.stop:
+                first = run.stop
+        if first < one.stop:
             break
-        first = run.stop
-    found = sum(run.stop - run.start for run in runs)
-    where = f"box {list(target.local_shape)} at {list(target.global_offset)}"
-    return (
-        f"{target.numel - found} of the {target.numel} elements that this rank wants are in no file, the first is "
-        f"{target.box_range.start + first} of the flattened {where}"
-    )
+    lacking = wanted - found
+    is_whole = target.numel == math.prod(target.global_shape)
+    which = f"its {counted(wanted, 'element')}" if is_whole else f"the {counted(wanted, 'element')} that this rank wants"
+    place, rest = [], target.box_range.start + first
+    for size, offset in zip(reversed(target.local_shape), reversed(target.global_offset), strict=True):
+        rest, within = divmod(rest, size)
+        place.append(offset + within)
+    verb = "is" if lacking == 1 else "are"
+    return f"{lacking:,} of {which} {verb} in no file, the first is the one at {place[::-1]} of {list(target.global_shape)}"

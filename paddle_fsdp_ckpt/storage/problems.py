@@ -51,7 +51,9 @@ class WaysOut:
         allow_missing: patterns of just the keys that are missing, and of all states of what has none.
         allow_unexpected: patterns of just the keys that the objects lack.
         allow_other_shape: patterns of just the parameters and buffers of other shapes.
+        resize: patterns of just those of them of which one dimension has another size.
         key_map: beginning of names in the objects -> what stands there in the checkpoint, where shapes and dtypes are the same.
+        in_front: what stands in the checkpoint in front of all missing names of the model, where shapes and dtypes are the same.
         weights_fit: whether all would fit if only the model were loaded.
         has_same_shapes: whether anything that is to be loaded has the shape that it has in the checkpoint.
         words: option of ``load`` -> what is said of it, whatever else would be; nothing where that is empty.
@@ -60,10 +62,17 @@ class WaysOut:
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     allow_other_shape: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
     key_map: dict[str, str] = field(default_factory=dict)
+    in_front: tuple[str, ...] = ()
     weights_fit: bool = False
     has_same_shapes: bool = True
     words: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def all_resizable(self) -> bool:
+        """Whether one dimension of each parameter and buffer of another shape has another size."""
+        return len(self.resize) == len(self.allow_other_shape)
 
     def say(self, option: str, what: str) -> str:
         """Return an option of ``load`` with its patterns, or with the first of many; ``what`` says what they are of."""
@@ -83,7 +92,9 @@ def _merge_ways_out(ranks: Sequence[JsonValue]) -> WaysOut:
         union("allow_missing"),
         union("allow_unexpected"),
         union("allow_other_shape"),
+        union("resize"),
         {here: saved for ways in ranks for here, saved in ways["key_map"].items()},
+        union("in_front"),
         all(ways["weights_fit"] for ways in ranks),
         any(ways["has_same_shapes"] for ways in ranks),
     )
@@ -151,7 +162,7 @@ class ReadProblems:
             lines.append(self._line("tied", "tied on one side only", self.tied))
         if self.missing:
             lines.append(self._line("missing", "missing from the checkpoint", (f"'{key}'" for key in self.missing)))
-            lines.extend(near_misses(self.missing, self.unexpected, self.ways_out.key_map))
+            lines.extend(near_misses(self.missing, self.unexpected, self.ways_out.key_map, self.ways_out.in_front))
         if self.unexpected:
             lines.append(self._line("unexpected", "in the checkpoint, and not in the objects", (f"'{key}'" for key in self.unexpected)))
         lines += [self._line(kind, what, getattr(self, kind)) for kind, what in _KEY_PROBLEMS.items() if getattr(self, kind)]
@@ -170,6 +181,9 @@ class ReadProblems:
         options = {
             "allow_missing": ways.say("allow_missing", "keys that keep their values") if self.missing and can_be_named else "",
             "allow_unexpected": ways.say("allow_unexpected", "keys to leave out") if self.unexpected and can_be_named else "",
+            "resize": f"{ways.say('resize', 'what has another size')}, which loads the rows or columns that both have"
+            if ways.resize and (ways.has_same_shapes or ways.all_resizable)
+            else "",
             "allow_other_shape": ways.say("allow_other_shape", "what keeps its values, and starts its states afresh")
             if self.wrong_shape and ways.has_same_shapes
             else "",
@@ -247,18 +261,21 @@ def _on_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
 
 
-def near_misses(missing: Collection[str], unexpected: Collection[str], renamed: Mapping[str, str] | None = None) -> list[str]:
+def near_misses(
+    missing: Collection[str], unexpected: Collection[str], renamed: Mapping[str, str] | None = None, fitting: Collection[str] = ()
+) -> list[str]:
     """Say which missing keys are in the checkpoint under a name that begins otherwise, or is spelt nearly so, and what to do.
 
     Args:
         missing: keys that the objects have and the checkpoint lacks.
         unexpected: keys that the checkpoint has and the objects lack.
         renamed: beginnings of missing keys -> what may stand there for them in the checkpoint, by shapes and dtypes.
+        fitting: what may stand in front of all of the missing keys of the model, by shapes and dtypes.
     """
     unchanged = set(missing).intersection(unexpected)
     if unchanged:
         text = f"{len(unchanged)} of these are in it under their own names: leave key_map out, or what of it renames them"
-        return [text, *near_misses(set(missing) - unchanged, set(unexpected) - unchanged, renamed)]
+        return [text, *near_misses(set(missing) - unchanged, set(unexpected) - unchanged, renamed, fitting)]
     there = sorted(unexpected)[:_SEARCHED]
     prefixes = _changed_prefixes(sorted(missing)[:_SEARCHED], there)
     lines = [f"{len(keys)} of these are in it {_say_prefixes(here, saved)}" for (here, saved), keys in prefixes]
@@ -270,11 +287,16 @@ def near_misses(missing: Collection[str], unexpected: Collection[str], renamed: 
     if prefixes:
         entries = ", ".join(f"{here!r}: {saved!r}" for here, saved in dict(pair for pair, _ in prefixes).items())
         return [*lines, f"was the model wrapped or renamed since? Then load with key_map={{{entries}}}"]
-    in_front = _prefixes_of_all(sorted(missing)[:_SEARCHED], there)
+    in_front = prefixes_of_all(sorted(missing)[:_SEARCHED], there)
     if in_front:
+        # States are only there where an optimizer is given, and then of just the model that it stepped.
+        owners = {key.rpartition(".")[0] for key in there}
+        stepped = [prefix for prefix in in_front if any(prefix + key in owners for key in missing)]
+        likely, *others = [prefix for prefix in stepped or in_front if prefix in fitting] or stepped or in_front
+        alternatives = f" (or {listing(map(repr, others))})" if others else ""
         text = (
             f"all of these are in it with one prefix in front, or with each of several: {listing(in_front)}; was this one of several "
-            f"models? Then load with key_map={{'': {in_front[0]!r}}} and allow_unexpected=[patterns of the others]"
+            f"models? Then load with key_map={{'': {likely!r}}}{alternatives} and allow_unexpected=[patterns of the others]"
         )
         return [text]
     for key in sorted(missing)[:_LISTED]:
@@ -313,7 +335,7 @@ def _changed_prefixes(missing: Sequence[str], there: Sequence[str]) -> list[tupl
     return list(reversed(pairs.values()))
 
 
-def _prefixes_of_all(missing: Sequence[str], there: Sequence[str]) -> list[str]:
+def prefixes_of_all(missing: Sequence[str], there: Sequence[str]) -> list[str]:
     """Return what stands in the checkpoint in front of each of the missing keys, where they are several."""
     known = set(there)
     prefixes = [key.removesuffix(missing[0]) for key in there if key.endswith(f".{missing[0]}")] if len(missing) > 1 else []

@@ -25,7 +25,7 @@ from .key_names import say_key
 from .manifest import FileRecord
 from .plan import Duplicate, ReadPlan
 from .ranges import ChunkRead, FileRanges, chunk_reads, ranges_of
-from .system_errors import read_file
+from .system_errors import after, read_file
 
 _PART_NBYTES = 4 << 20
 _BATCH_NBYTES = 16 << 20
@@ -33,6 +33,7 @@ _READERS = 2
 _MOST_DIRECT = 64  # places in one chunk: to copy a few kilobytes costs less than to hand them to the system one by one
 _CHUNKS_A_READER = 16  # many, since to change threads costs more than to read a chunk
 UNCHANGED = "nothing was changed"
+READ_ONLY = ""  # of what only looks, nobody asks what it changed
 PARTIAL_STATE = "the objects may now hold a part of the checkpoint and must be loaded again, from this or another one, before use"
 """What a failure while reading leaves behind, in words."""
 
@@ -283,7 +284,7 @@ def _read_chunk(
         end += count
         if count < nbytes:
             raise CorruptCheckpointError(
-                f"'{path}' ends at byte {end}, near {say_key(read.key)}, since it was cut while it was read; {consequence}"
+                f"'{path}' ends at byte {end}, near {say_key(read.key)}, since it was cut while it was read{after(consequence)}"
             )
         if is_checked:
             for buffer in group:
@@ -291,8 +292,8 @@ def _read_chunk(
     if is_checked and state.hexdigest() != record.digest(number):
         raise CorruptCheckpointError(
             f"'{path}' is damaged between bytes {start} and {stop}, at or near {_keys_in(index, record, read)}: they are not those "
-            f"that were written; {consequence}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or load "
-            "another checkpoint"
+            f"that were written{after(consequence)}. `paddle-fsdp-ckpt verify` says what else is damaged; restore the file from a copy, or "
+            "load another checkpoint"
         )
     if wanted is not None and not is_direct:
         copy_places(wanted.addresses, wanted.offsets + (address_of(scratch) - start), wanted.nbytes)

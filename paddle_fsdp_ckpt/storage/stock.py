@@ -22,7 +22,7 @@ from ..errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpoi
 from .entries import Stored
 from .format import DTYPE_NAMES, DTYPE_NBYTES, LENGTH_NBYTES, MANIFEST_NAME, parse_left_over
 from .header import METADATA_KEY, header_nbytes
-from .index import CheckpointIndex, open_inside, read_index, without_garbage_collection
+from .index import CheckpointIndex, open_inside, read_index, say_lost_manifest, without_garbage_collection
 from .json_values import JsonValue, cut_text, parse_json
 from .manifest import FileRecord
 from .metadata import StockPiece, read_metadata
@@ -226,10 +226,7 @@ def _read_file(path: Path, name: str) -> tuple[int, dict[str, _Found]]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(f"{where} is malformed: {cut_text(error)}; {_WAY_OUT}") from error
         except _OursError:
-            raise IncompleteCheckpointError(
-                f"{where} was written by paddle_fsdp_ckpt, and the directory has no {MANIFEST_NAME}: the save was not finished, or the "
-                "directory not copied whole; load another checkpoint"
-            ) from None
+            raise IncompleteCheckpointError(say_lost_manifest(where)) from None
 
 
 def _pickled_tensors(value: object, where: str) -> Iterator[tuple[str, _Found]]:

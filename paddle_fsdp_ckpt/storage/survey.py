@@ -128,7 +128,7 @@ def _survey_files(path: Path, records: Sequence[FileRecord], workers: int, progr
     failed = [Event() for _ in records]
     tasks: list[tuple[int, range]] = []
     for number, record in enumerate(records):
-        size, problem = _look(path, record)
+        size, problem = look_at(path, record)
         sizes.append(size)
         problems.append(problem)
         there = sum(chunk(one, record.size, record.header_nbytes).stop <= size for one in range(record.chunks))
@@ -150,8 +150,8 @@ def _survey_files(path: Path, records: Sequence[FileRecord], workers: int, progr
     return [FileSurvey(*found) for found in zip(records, sizes, problems, map(frozenset, damaged), unreadable, strict=True)]
 
 
-def _look(path: Path, record: FileRecord) -> tuple[int, str | None]:
-    """Return how many bytes a file has, and what is wrong with it as a whole."""
+def look_at(path: Path, record: FileRecord) -> tuple[int, str | None]:
+    """Return how many bytes a checkpoint's file has, and, in words, what is wrong with it as a whole."""
     try:
         descriptor, size = open_inside(path, record.name)
     except CheckpointError as error:

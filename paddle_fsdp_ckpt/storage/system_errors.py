@@ -52,7 +52,7 @@ def read_file(
     Args:
         path: the file.
         read: reads, and can be called again; see :func:`try_again`.
-        consequence: what a failure leaves behind, in words.
+        consequence: what a failure leaves behind, in words; nothing where there is nothing to say.
 
     Raises:
         CorruptCheckpointError: the medium did not give the file's bytes.
@@ -64,7 +64,12 @@ def read_file(
         if error.errno not in _OF_THE_MEDIUM:
             raise
         tries = f"; it was tried {len(PAUSES_SECONDS) + 1} times within {sum(PAUSES_SECONDS):.1f} s" if error.errno in _CAN_PASS else ""
-        raise CorruptCheckpointError(f"'{path}' can't be read: {describe_error(error)}{tries}; {consequence}") from error
+        raise CorruptCheckpointError(f"'{path}' can't be read: {describe_error(error)}{tries}{after(consequence)}") from error
+
+
+def after(consequence: str) -> str:
+    """Return what a failure leaves behind as the end of a sentence."""
+    return f"; {consequence}" if consequence else ""
 
 
 def try_again(path: Path, read: Callable[[], Result]) -> Result:

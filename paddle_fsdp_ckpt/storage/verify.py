@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
+from ..errors import FEW, CheckpointError, IncompleteCheckpointError, NewerFormatError, counted, listing
 from .format import MANIFEST_NAME, PADDLE_METADATA_NAME
-from .index import CheckpointIndex
+from .index import CheckpointIndex, has_lost_manifest, say_lost_manifest
 from .json_values import JsonValue
 from .plan import Duplicate, ReadPlan, plan_whole
 from .read_lock import while_reading
@@ -19,6 +19,9 @@ from .survey import FileSurvey, Progress, Survey, damaged_ranges, survey
 
 _FILES_THAT_STOCK_READS = (".safetensors", ".distcp", ".metadata", ".metadata.lock")
 _DIRECTORY = "the directory"
+_WITHOUT_MANIFEST = "all other files: the manifest knows their digests"
+ONLY_STOCK_READS = "Only stock Paddle reads this file"
+"""What is to be said of damage of ``0.metadata``."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ class VerifyReport:
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         ranks = "" if self.world_size is None else f", saved by {counted(self.world_size, 'rank')}"
-        lines = [f"'{self.path}': {self.kind}{step}{ranks}, {counted(self.keys, 'key')}, {counted(self.nbytes, 'byte')}"]
+        # Where nothing can be read, nothing is counted.
+        counts = f", {counted(self.keys, 'key')}, {counted(self.nbytes, 'byte')}" if self.keys or self.nbytes else ""
+        lines = [f"'{self.path}': {self.kind}{step}{ranks}{counts}"]
         lines += [f"- {finding}" for finding in self.findings]
         lines += [f"(not checked: {what})" for what in self.not_checked]
         lines.append("nothing is wrong" if self.is_good else counted(len(self.findings), "thing is wrong", "things are wrong"))
@@ -101,14 +106,17 @@ def verify(path: str | os.PathLike[str], *, workers: int | None = None, progress
     """
     directory = Path(path)
     if is_stock(directory):
+        if has_lost_manifest(directory):
+            finding = Finding(MANIFEST_NAME, say_lost_manifest("the rest of the directory"))
+            return VerifyReport(directory, f"a checkpoint without its {MANIFEST_NAME}", None, None, 0, 0, (finding,), (_WITHOUT_MANIFEST,))
         return _verify_stock(directory)
     try:
         found = survey(directory, workers=workers, progress=progress)
     except (IncompleteCheckpointError, NewerFormatError):
         raise
     except CheckpointError as error:
-        what = "all other files: the manifest knows their digests"
-        return VerifyReport(directory, "a damaged checkpoint", None, None, 0, 0, (Finding(MANIFEST_NAME, str(error)),), (what,))
+        finding = Finding(MANIFEST_NAME, str(error))
+        return VerifyReport(directory, "a damaged checkpoint", None, None, 0, 0, (finding,), (_WITHOUT_MANIFEST,))
     findings = [*_manifest_findings(found), *_file_findings(found), *_stray_files(found)]
     not_checked: list[str] = []
     if all(one.entries is not None for one in found.files):
@@ -139,7 +147,8 @@ def _manifest_findings(found: Survey) -> Iterator[Finding]:
 def _file_findings(found: Survey) -> Iterator[Finding]:
     for one in found.all_files:
         if one.problem is not None:
-            yield Finding(one.record.name, one.problem)
+            of_stock = f". {ONLY_STOCK_READS}" if one.record.name == PADDLE_METADATA_NAME else ""
+            yield Finding(one.record.name, f"{one.problem}{of_stock}")
         if one.header_problem is not None:
             yield Finding(one.record.name, one.header_problem)
         if one.damaged and (one.problem is None or len(one.damaged) < one.record.chunks):
@@ -154,10 +163,10 @@ def _say_damage(one: FileSurvey) -> str:
     ranges = [f"{start} to {stop}" for start, stop in damaged_ranges(one)]
     text = f"damaged, {len(one.damaged)} of its {one.record.chunks} chunks are not as they were written: bytes {listing(ranges)}"
     if one.record.name == PADDLE_METADATA_NAME:
-        return f"{text}. Only stock Paddle reads this file"
+        return f"{text}. {ONLY_STOCK_READS}"
     if one.entries is None:
         return f"{text}. That is its header too, so which keys it holds can't be told"
-    return f"{text}. They hold {_quoted(keys_in_damage(one)) or 'no values'}"
+    return f"{text}. They hold {_held(keys_in_damage(one))}"
 
 
 def keys_in_damage(one: FileSurvey) -> list[str]:
@@ -212,6 +221,14 @@ def _verify_stock(path: Path) -> VerifyReport:
         return VerifyReport(path, kind, None, None, 0, 0, (Finding(_DIRECTORY, str(error)),), not_checked)
     nbytes = sum(one.size for one in index.files)
     return VerifyReport(path, kind, None, len(index.files), len(index), nbytes, tuple(findings), not_checked)
+
+
+def _held(keys: Sequence[str]) -> str:
+    """Say of which keys there are values; of many, how many."""
+    if not keys:
+        return "no values"
+    count = f"{counted(len(keys), 'key')}: " if len(keys) > FEW else ""
+    return count + listing((f"'{key}'" for key in keys), FEW)
 
 
 def _quoted(keys: Iterable[str]) -> str:

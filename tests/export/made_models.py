@@ -205,6 +205,11 @@ def save_tied_models(path: str, arrays: Mapping[str, np.ndarray], tied: str) -> 
     ckpt.save(path, model=models, optimizer=stepper, step=3)
 
 
+def save_several(path: str, models: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    """Save models of these arrays as one, under names."""
+    ckpt.save(path, model={name: build(arrays, "float32", {}) for name, arrays in models.items()})
+
+
 def slice_of(weight: Any) -> slice:
     """Which elements of the flattened parameter a whole, or stacked, state has here."""
     if tuple(weight.local_shape) == tuple(weight.global_shape):

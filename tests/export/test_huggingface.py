@@ -281,6 +281,20 @@ def test_master_weights_that_are_not_there(tmp_path: Path, ranks: Ranks) -> None
         export_huggingface(tmp_path / "saved", tmp_path / "model", recipe="none", master_weights=True)
 
 
+def test_only_low_precision_lacks_master_weights(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    path.mkdir()
+    dtypes = {"a.weight": "bfloat16", "a.weight.w_0": "float32", "b.weight": "float32", "c.weight": "bfloat16"}
+    pieces = [
+        (Piece(key, dtype, (6,), (0,), (6,)), np.zeros(6, np.float32 if dtype == "float32" else np.uint16).data)
+        for key, dtype in dtypes.items()
+    ]
+    record = write_rank_file(path / rank_file_name(0), pieces)
+    (path / MANIFEST_NAME).write_text(Manifest(3, 1, utc_now(), {}, [], None, (record,)).to_json())
+    report = export_huggingface(path, tmp_path / "model", recipe="none", master_weights=True)
+    assert report.notes == ("1 tensor has no master weight, taken as stored: c.weight",)
+
+
 def test_files_of_limited_size(tmp_path: Path, ranks: Ranks) -> None:
     arrays = {f"p{i}.weight": np.full((10, i + 1), i, np.float32) for i in range(9)}
     ranks(2).run(made_models.save_model, str(tmp_path / "saved"), arrays)
@@ -479,6 +493,12 @@ def test_copies_and_recipes_are_checked_against_the_configuration(tmp_path: Path
     recipe.write_text(json.dumps({"name": "mine", "rules": rules}))
     assert export_huggingface(tmp_path / "turned", tmp_path / "mine", config=config, recipe=str(recipe)).unchecked is None
     assert_equal(read_model(tmp_path / "mine"), right)
+    unchecked = export_huggingface(tmp_path / "turned", tmp_path / "by qwen3", config=config, recipe="qwen3").unchecked
+    assert (
+        unchecked is not None
+        and f"the recipe 'qwen3' is not that of '{config / 'config.json'}', which says model_type 'llama'" in unchecked
+    )
+    assert_equal(read_model(tmp_path / "by qwen3"), right)
     del fields["intermediate_size"]
     lacking = write_config(tmp_path / "lacking", fields)
     unchecked = export_huggingface(tmp_path / "turned", tmp_path / "lacks", config=lacking, recipe=str(recipe)).unchecked

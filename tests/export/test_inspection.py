@@ -17,6 +17,8 @@ from paddle_fsdp_ckpt.export import values
 from paddle_fsdp_ckpt.export.inspection import Amount, Inspection, Steps, inspect
 from paddle_fsdp_ckpt.export.roots import entries_of, verify_root
 from paddle_fsdp_ckpt.export.statistics import Statistics
+from paddle_fsdp_ckpt.storage.index import read_index
+from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]
@@ -71,6 +73,8 @@ def test_keys_and_ranges(tmp_path: Path, ranks: Ranks) -> None:
     assert names == [f"layers.{i}.{name}" for i in (1, 2, 10) for name in ("w9", "w10")]
     with pytest.raises(IncompleteCheckpointError, match="no key of the form 'x'; it has b, w"):
         inspect(tmp_path / "saved", keys="x")
+    with pytest.raises(IncompleteCheckpointError, match=r"it has layers\.1\.w9, .*, layers\.10\.w9, \.\.\. \(1 more\)$"):
+        inspect(tmp_path / "numbers", keys="x")
 
 
 def test_statistics(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +98,26 @@ def test_stock_paddle(tmp_path: Path, ranks: Ranks) -> None:
     assert found.amounts == (Amount("parameters and buffers", "float32", 1, 12, 48),)
     assert found.optimizers == ()
     assert "every key is whole; stock Paddle keeps no digests of values" in str(found)
+
+
+def test_what_is_wrong_besides_keys(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1).run(made_models.save_by_manager, str(tmp_path), ARRAYS, 0.5, np.zeros(2, np.float32), 0.25, 0.9)
+    (step,) = (one for one in tmp_path.iterdir() if one.is_dir())
+    whole = inspect_one(step)
+    assert whole.is_good and whole.health == "whole"
+    index = read_index(step)
+    ((*_, offset),) = index.stored[METRICS_KEY]
+    with open(step / "0_0.safetensors", "r+b") as file:
+        file.seek(offset)
+        file.write(b"x")
+    found = inspect_one(step)
+    assert not found.is_good and found.problems == () and found.health == "1 thing is wrong"
+    assert "at or near the metrics and " in str(found)
+    assert "key is not whole" not in str(found) and "nothing was changed" not in str(found)
+    (step / "0.metadata").unlink()
+    found = inspect_one(step)
+    assert found.health == "2 things are wrong"
+    assert f"'{step}' lacks the file 0.metadata; " in str(found) and "Only stock Paddle reads this file" in str(found)
 
 
 def test_a_root_of_many(tmp_path: Path, ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from harness import RankPool
 from published import as_in_paddle, config_of, published
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_huggingface import assert_equal, read_model, write_config
 
 from paddle_fsdp_ckpt.cli.main import main
@@ -71,6 +71,49 @@ def test_adapters_are_merged_into_their_base(saved: Saved) -> None:
     assert any(not np.array_equal(right[name], value) for name, value in saved.export("base").items())
     half = saved.export("adapters", base=saved.root / "base", dtype="float16")
     assert_equal(half, {name: value.astype(np.float16) for name, value in right.items()})
+
+
+def test_a_base_by_other_names(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
+    right = saved.export("merged")
+    own = "llama." if saved.family == "llama" else "model."
+    renamed = {name.replace(own, "net.decoder.", 1): array for name, array in saved.arrays.items()}
+    ranks(2).run(made_models.save_model, str(tmp_path / "renamed"), renamed)
+    assert_equal(saved.export("adapters", base=tmp_path / "renamed"), right)
+    doubled = {name: array * 2 for name, array in saved.arrays.items()}
+    ranks(1).run(made_models.save_several, str(tmp_path / "several"), {"ema": doubled, "model": saved.arrays})
+    assert_equal(saved.export("adapters", base=tmp_path / "several"), right)
+    ranks(1).run(made_models.save_several, str(tmp_path / "others"), {"ema": doubled, "model": doubled})
+    for options in ({}, {"allow_other_base": True}):
+        with pytest.raises(MismatchError, match=r"with each of 'ema\.', 'model\.' in front.*--to hf OUT --model NAME`, and give that"):
+            saved.export("adapters", base=tmp_path / "others", **options)
+    ranks(1).run(made_models.save_several, str(tmp_path / "less"), {"model": dict(list(saved.arrays.items())[1:])})
+    with pytest.raises(MismatchError, match="lacks .* of the base of"):
+        saved.export("adapters", base=tmp_path / "less")
+
+
+def test_a_hugging_face_model_is_a_base(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    half = {name: tensor.astype(np.float16) for name, tensor in published("llama").items()}
+    tensors = {name: tensor.astype(np.float32) for name, tensor in half.items()}
+    # Of a Llama that somebody wrote with Hugging Face's names.
+    arrays = {name.replace("llama.", "model.", 1): array for name, array in as_in_paddle("llama", tensors, fused=False).items()}
+    weights = [name for name in arrays if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    adapters = lora_models.adapters_for(weights, arrays, {})
+    scalings = {name.removesuffix(".weight"): 2.0 for name in weights}
+    ranks(1).run(lora_models.save_lora, str(tmp_path), arrays, adapters, scalings)
+    merged = lora_models.merged(arrays, adapters, scalings)
+    config = write_config(tmp_path / "base of hf", config_of("llama"))
+    save_file(half, tmp_path / "base of hf" / "model.safetensors")  # load_huggingface(cast=True) converts them too
+    before = set(tmp_path.iterdir())
+    command = ["convert", str(tmp_path / "adapters"), "--to", "hf", str(tmp_path / "out"), "--base", str(tmp_path / "base of hf")]
+    assert main([*command, "--config", str(config)]) == 0
+    ranks(1).run(lora_models.save_plainly, str(tmp_path / "merged"), merged)
+    export_huggingface(tmp_path / "merged", tmp_path / "right", config=config)
+    assert_equal(read_model(tmp_path / "out"), read_model(tmp_path / "right"))
+    save_file({name: array + 1 for name, array in tensors.items()}, tmp_path / "base of hf" / "model.safetensors")
+    command[4] = str(tmp_path / "other out")
+    assert main([*command, "--config", str(config)]) == 2
+    assert f"'{tmp_path / 'base of hf'}' is not the base of '{tmp_path / 'adapters'}'" in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) == before | {tmp_path / name for name in ("out", "merged", "right")}
 
 
 def test_names_and_layouts_as_they_are(saved: Saved, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from paddle import nn
 from training_models import Net, Odd
 from training_runs import Run, compare, language_loss
 
-from paddle_fsdp_ckpt import clip_grad_norm_, errors
+from paddle_fsdp_ckpt import clip_grad_norm_, errors, full_state_dict
 from paddle_fsdp_ckpt.errors import ShardingError
 from paddle_fsdp_ckpt.fsdp import local_parameters, runtime_of
 from paddle_fsdp_ckpt.training import fully_shard
@@ -302,6 +302,48 @@ def test_stepping_and_sharding_in_other_ways(ranks: Ranks, name: str, world_size
 def test_each_group_trains_by_itself(ranks: Ranks, world_size: int, size: int) -> None:
     # Making a further group of several ranks is left out: on gloo, Paddle 3.3.1's new_group fails now and then (connection refused).
     ranks(world_size).run(train_in_groups, size)
+
+
+def pieces_are_written() -> list[str]:
+    """Write to pieces in all ways, and tell what is said of wrong values."""
+    model = sharded_net()
+    parameter: Any = model.blocks[0].up.weight
+    said = []
+
+    def refused(write: Callable[[], Any]) -> None:
+        with pytest.raises(ShardingError) as caught:
+            write()
+        said.append(str(caught.value))
+
+    with local_parameters(model), paddle.no_grad():
+        (numel,) = parameter.shape
+        shard = parameter._shard.range
+        assert numel == shard.numel
+        first = paddle.arange(shard.start, shard.stop, dtype="float32")
+        assert parameter.copy_(first) is parameter
+        assert parameter.copy_(first.numpy(), True) is parameter
+        parameter.lerp_(paddle.ones([numel]), paddle.to_tensor(0.5))
+        parameter.scale_(2.0)
+        refused(lambda: parameter.copy_(paddle.ones([numel + 1])))
+        refused(lambda: parameter.copy_(paddle.ones([numel], "float64")))
+        refused(lambda: parameter.set_value(paddle.ones([numel])))
+        other: Any = model.blocks[1].up.weight
+        other[:] = paddle.full(other.shape, 3.0)
+    refused(lambda: parameter.copy_(paddle.ones(parameter.shape)))
+    whole = full_state_dict(model, to_rank=None)
+    np.testing.assert_array_equal(whole["blocks.0.up.weight"].numpy().ravel(), np.arange(parameter.size, dtype="float32") + 1)
+    assert (whole["blocks.1.up.weight"].numpy() == 3).all()
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_pieces_are_written(ranks: Ranks, world_size: int) -> None:
+    for long, double, piece, outside in ranks(world_size).run(pieces_are_written):
+        assert "copy_ can't write a value of shape" in long
+        assert "or the whole value to set_value" in long
+        assert "dtype float64 to this rank's piece; give one of shape" in double
+        assert "as it is this rank's piece here, write to that: p.copy_(values), or, under paddle.no_grad(), p[:] = values" in piece
+        assert "use set_value, which takes the whole value, or copy_ this rank's piece inside `with" in outside
 
 
 def weights_changed_between_forward_and_backward() -> str:

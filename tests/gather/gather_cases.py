@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -117,6 +118,22 @@ def counted_gathers() -> Iterator[list[int]]:
         yield seen
     finally:
         dist.stream.all_gather = real
+
+
+def patterns_of_no_name(is_sharded: bool) -> list[str]:
+    """Return what is warned of where patterns are of no name, after a look at what is warned of where all are."""
+    model = sharded()[0] if is_sharded else Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dict(ckpt.iter_full_parameters(model, include=["head.*", "out.*"], exclude="*.bias"))
+        ckpt.full_state_dict(model, include=["head.*", "steps"])
+        dict(ckpt.iter_full_parameters(model, include=lambda name: False))
+        assert not [one for one in caught if "nothing is called" in str(one.message)]
+        dict(ckpt.iter_full_parameters(model, include=["head.*", "nope.*"], exclude=["hed.*"]))
+        ckpt.full_state_dict(model, exclude=["stps"])
+    own = [one for one in caught if "nothing is called" in str(one.message)]
+    assert all(one.filename == __file__ for one in own)
+    return [str(one.message) for one in own]
 
 
 def gather_some() -> tuple[int, list[int], list[int], int]:

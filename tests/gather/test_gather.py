@@ -26,6 +26,14 @@ def test_each_buffer_is_gathered_once_and_only_where_something_of_it_is_wanted(r
         assert of_nothing == 0
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_patterns_of_no_name_are_warned_of(is_sharded: bool, ranks: Ranks) -> None:
+    for include, exclude, state in ranks(2).run(cases.patterns_of_no_name, is_sharded):
+        assert include.startswith("include: nothing is called as 'nope.*'; the names are ") and include.endswith(" more)")
+        assert exclude.startswith("exclude: nothing is called as 'hed.*'; the names are ")
+        assert state.startswith("exclude: nothing is called as 'stps'; ")
+
+
 def test_one_buffer_is_whole_at_a_time(ranks: Ranks) -> None:
     for found in ranks(2).run(cases.peaks):
         for what, (allowed, needed) in found.items():

@@ -186,7 +186,7 @@ def under_a_manager(root: str) -> tuple[Any, ...]:
 
 
 def average_beside(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """The README's average of the weights as a second model: what a plain model gets of it, and the average by numpy."""
+    """An average of the weights as a second model, moved by hand: what a plain model gets of it, and the average by numpy."""
     paddle.seed(1)
     model = small(50)
     ema = copy.deepcopy(model)

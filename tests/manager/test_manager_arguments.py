@@ -80,7 +80,8 @@ def test_tensors_that_an_older_step_lacks(tmp_path: Path, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"max_to_keep": 0}, "KeepLast: count is 0"),
+        ({"max_to_keep": 0}, "max_to_keep is 0, not a whole number from 1 on; None keeps all steps"),
+        ({"max_to_keep": "3"}, "max_to_keep is '3', not a whole number from 1 on"),
         ({"keep": 3}, "keep: give a list of policies"),
         ({"save_every_steps": 0}, "save_every_steps is 0, and must be at least 1"),
         ({"save_every_minutes": 0}, "save_every_minutes is 0, not a number above 0"),

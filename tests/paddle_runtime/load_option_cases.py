@@ -82,13 +82,13 @@ def save_without_one_state(path: str, everywhere: bool) -> None:
     ckpt.save(path, model=model, optimizer=stepper)
 
 
-def save_other_shapes(path: str, wider: list[str]) -> Held:
-    """A plain model and its states, filled, of which some matrices have three more rows."""
+def save_other_shapes(path: str, wider: list[str], more: int = 3) -> Held:
+    """A plain model and its states, filled, of which some matrices have more rows."""
     model = plain_model()
     for name in wider:
         layer = dict(model.named_sublayers())[name]
         rows, columns = layer.weight.shape
-        layer.weight = paddle.create_parameter([rows + 3, columns], "float32")
+        layer.weight = paddle.create_parameter([rows + more, columns], "float32")
     return _save_filled(path, model)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from fused_cases import whole
 from harness import RankPool
 from load_option_cases import (
@@ -89,6 +90,22 @@ def test_a_matrix_of_another_shape(tmp_path: Path, single: RankPool, ranks: Rank
     for key, values in found.items():
         is_kept = key == "blocks.0.up.weight" or key.endswith("_0")
         np.testing.assert_array_equal(values, before[key] if is_kept else saved[key].values, err_msg=key)
+
+
+@pytest.mark.parametrize("more", [3, -2])
+def test_a_matrix_is_resized(more: int, tmp_path: Path, single: RankPool, ranks: Ranks) -> None:
+    """With a buffer of its own or not, by rows, with its states; what the checkpoint lacks is what it was."""
+    path = str(tmp_path / "saved")
+    saved = single.run(save_other_shapes, path, ["embed", "blocks.0.up"], more)[0].state
+    results = ranks(2).run(load_other_shapes, path, [], {"resize": ["embed.*", "blocks.0.up.weight"]})
+    before, found = (whole([one[number] for one in results]) for number in (0, 1))
+    assert found.keys() == saved.keys()
+    for key, values in found.items():
+        right = before[key].reshape(-1).copy()
+        stored = saved[key].values.reshape(-1)  # leading rows are a prefix
+        right[: stored.size] = stored[: right.size]
+        np.testing.assert_array_equal(values.reshape(-1), right, err_msg=key)
+    assert [[one.key for one in report.resized] for _, _, report in results] == [["blocks.0.up.weight", "embed.weight"]] * 2
 
 
 def test_master_weights_of_what_is_missing_can_not_stay(tmp_path: Path, single: RankPool, ranks: Ranks) -> None:

@@ -81,6 +81,32 @@ class Renamed(Tied):
         return super().forward(tokens)
 
 
+class ByItself(Tied):
+    """The same without a second name for the embedding, which it looks up for its head."""
+
+    EMBEDDING = "embed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = self.embed
+        del self.embed, self.out
+        self.add_sublayer(self.EMBEDDING, embedding)
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        embedding = self._sub_layers[self.EMBEDDING]
+        x = embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + paddle.matmul(x, embedding(paddle.arange(VOCABULARY)), transpose_y=True)
+
+
+class BackwardsByItself(ByItself):
+    """Of which checkpoints of Backwards have the states under the name that it lacks."""
+
+    EMBEDDING = "zembed"
+
+
+MODELS.update({"by itself": ByItself, "backwards by itself": BackwardsByItself})
 MODELS.update({"counting": Counting, "measuring": Measuring, "backwards": Backwards, "grown": Grown, "renamed": Renamed})
 
 
@@ -372,3 +398,29 @@ def halved_optimizers(path: str) -> tuple[list[str], bool]:
     now = _bytes(made, steppers[1])
     assert _bytes(made, steppers[0]) == saved[0]
     return report.unexpected, all(now[key] == other[key] for key in now if key not in weights)
+
+
+def _two_layers(dtype: str, seed: int) -> nn.Layer:
+    paddle.seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype=dtype)
+
+
+def one_of_a_model_and_its_average(path: str, dtype_of_average: str, with_optimizer: bool) -> tuple[str, bool]:
+    """Return what is said where one model is given and the checkpoint has two, and whether what it offers first loads the trained one."""
+    model, average = _two_layers("float32", 1), _two_layers(dtype_of_average, 2)
+    stepper = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+    model(paddle.ones([1, 4])).sum().backward()
+    stepper.step()
+    stepper.clear_grad()
+    ckpt.save(path, model={"model": model, "ema": average}, optimizer=stepper)
+    other = _two_layers("float32", 3)
+    given = paddle.optimizer.AdamW(0.1, parameters=other.parameters()) if with_optimizer else None
+    parts = None if with_optimizer else {"model"}
+    try:
+        ckpt.load(path, model=other, optimizer=given, parts=parts)
+    except ckpt.CheckpointError as error:
+        message = str(error)
+    offered = message.split("key_map={'': '")[1].split("'")[0]
+    ckpt.load(path, model=other, optimizer=given, parts=parts, key_map={"": offered}, allow_unexpected=["ema.*", "model.*"])
+    pairs = zip(other.parameters(), model.parameters(), strict=True)
+    return message, all(bool((one == right).all()) for one, right in pairs)

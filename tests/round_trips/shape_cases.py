@@ -37,6 +37,9 @@ def follow(path: str, model: str, optimizer: str) -> list[tuple[str, str, list[s
     ways: dict[str, dict[str, Any]] = {"options": _offered(message)} if "may differ" in message else {}
     if 'parts={"model"}' in message.split("\nWay out: ")[1]:
         ways["weights"] = {"parts": {"model"}}
+    resize = re.search(r"resize=(\[[^\]]*\])", message)
+    if resize:
+        ways["resize"] = {"resize": ast.literal_eval(resize[1])}
     key_map = re.search(r"key_map=(\{.*\})", message)
     if key_map:
         ways["key_map"] = {"key_map": ast.literal_eval(key_map[1])}

@@ -20,6 +20,7 @@ from option_cases import (
     load_parts,
     masters_follow,
     number_name,
+    one_of_a_model_and_its_average,
     refused,
 )
 from strict_cases import save_base
@@ -219,6 +220,35 @@ def test_an_untied_checkpoint_into_a_tied_model(world_size: int, saved: Saved, r
     assert report.unexpected == sorted(left_out) and "is one tied parameter in the model" in report.copied_tied[0]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("of", "model", "gone", "options"),
+    [
+        ("base", "by itself", "out.weight", {}),
+        ("backwards", "backwards by itself", "aout.weight", {}),
+        ("base", "backwards by itself", "out.weight", {"key_map": {"zembed.": "embed."}}),
+    ],
+)
+def test_another_name_of_what_is_loaded_is_not_unexpected(
+    of: str, model: str, gone: str, options: dict[str, Any], world_size: int, saved: Saved, ranks: Ranks
+) -> None:
+    path, values, _ = saved(of)
+    _, after, report = load_on(ranks(world_size), path, model, "adamw", 1, **options)
+    embedding = "embed.weight" if model == "by itself" else "zembed.weight"
+    expected = {key: array for key, array in values.items() if not key.startswith((gone, "embed.weight"))}
+    states = [key for key in values if is_state(key) and key.startswith((gone, embedding, "embed.weight"))]
+    assert states
+    expected |= {f"{embedding}.{key.rpartition('.')[2]}": values[key] for key in states} | {embedding: values[gone]}
+    assert_values(after, expected)
+    assert report.unexpected == [] and report.missing == []
+    assert report.is_exact == (not options)
+
+
+def test_only_the_tied_name_is_let_through(saved: Saved, ranks: Ranks) -> None:
+    path, _, _ = saved("untied")
+    check(ranks(2).run(refused, path, "by itself", "adamw", [{}]), ["not in the objects", "'out.weight'"])
+
+
 def test_tied_names_of_which_one_is_stored(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
     source, values, _ = saved()
     path = rewrite(Path(source), tmp_path / "one name", lambda held: [] if held[0].key == "embed.weight" else [held])
@@ -318,3 +348,19 @@ def test_a_name_of_the_model_that_the_checkpoint_has_for_something_else(saved: S
     assert_values(after, values | {"head.weight": values["head.weight"] + 1})
     assert report.unexpected == sorted(key for key in values if key.startswith("head.weight"))
     assert report.mapped == {"head.weight": "other.weight"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_optimizer", "offered", "is_trained"),
+    [
+        ("float32", False, "key_map={'': 'ema.'} (or 'model.') and", False),
+        ("float64", False, "key_map={'': 'model.'} and", True),
+        ("float32", True, "key_map={'': 'model.'} and", True),
+    ],
+)
+def test_one_of_a_model_and_its_average(
+    dtype: str, with_optimizer: bool, offered: str, is_trained: bool, tmp_path: Path, ranks: Ranks
+) -> None:
+    ((message, loaded),) = ranks(1).run(one_of_a_model_and_its_average, str(tmp_path / "saved"), dtype, with_optimizer)
+    assert offered in message
+    assert loaded == is_trained

@@ -71,7 +71,15 @@ def test_a_manager_passes_it_on(tmp_path: Path, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("source", "model", "optimizer", "ways"),
     [
-        ("base adamw", "grown", "adamw", {"options": "{'allow_other_shape': ['embed.weight', 'head.weight']}"}),
+        (
+            "base adamw",
+            "grown",
+            "adamw",
+            {
+                "options": "{'allow_other_shape': ['embed.weight', 'head.weight']}",
+                "resize": "{'resize': ['embed.weight', 'head.weight']}",
+            },
+        ),
         ("base adamw", "more", "adamw", {"options": "{'allow_missing': ['extra.*']}"}),
         ("more adamw", "base", "adamw", {"options": "{'allow_unexpected': ['extra.*']}"}),
         (

@@ -117,8 +117,17 @@ def test_elements_that_no_file_has_are_counted_and_placed(
     index = read_index(write_checkpoint(tmp_path / "step", [[cut("layers.0.w", WHOLE, flat=flat)] for flat in stored]))
     wanted = dataclasses.replace(W, flat_range=target)
     text = message(index, [wanted], ["layers.0.w"])
-    assert f"1 not stored whole: 'layers.0.w': {count} of the {wanted.numel} elements" in text
-    assert f"the first is {first} of the flattened box [4, 6] at [0, 0]" in text
+    which = "its 24 elements" if target is None else f"the {wanted.numel} elements that this rank wants"
+    assert f"1 not stored whole: 'layers.0.w': {count} of {which} {'is' if count == 1 else 'are'} in no file" in text
+    assert f"the first is the one at {list(map(int, np.unravel_index(first, (4, 6))))} of [4, 6]" in text
+
+
+def test_an_element_of_a_box_is_placed_in_the_whole_tensor(tmp_path: Path) -> None:
+    index = read_index(write_checkpoint(tmp_path / "step", [[cut("layers.0.w", WHOLE, flat=(0, 16))]]))
+    box = dataclasses.replace(W, global_offset=(1, 2), local_shape=(3, 3))
+    text = message(index, [box], ["layers.0.w"])
+    # Of rows 1 to 3 and columns 2 to 4, element 16 of all, in row 2 and column 4, is the first that no file has.
+    assert "4 of the 9 elements that this rank wants are in no file, the first is the one at [2, 4] of [4, 6]" in text
 
 
 def test_a_target_without_elements_needs_none(index: CheckpointIndex) -> None:
@@ -131,3 +140,21 @@ def test_copies_are_read_once_and_compared(tmp_path: Path) -> None:
     plan = plan_read(index, [W], index.keys())
     assert plan.reads.keys() == {0} and plan.nbytes == 96
     assert [(two.file, two.other_file, two.nbytes) for two in plan.duplicates] == [(0, 1, 96), (0, 2, 96)]
+
+
+def test_what_reaches_beyond_the_tensor_is_not_wanted(index: CheckpointIndex, tmp_path: Path) -> None:
+    """Of two more rows, and of two more columns; what is missing inside of the tensor is said of that alone."""
+    rows, columns = dataclasses.replace(W, local_shape=(6, 6)), dataclasses.replace(W, local_shape=(4, 8))
+    for target in (
+        rows,
+        columns,
+        dataclasses.replace(columns, flat_range=Range(5, 30)),
+        dataclasses.replace(rows, flat_range=Range(24, 36)),
+    ):
+        assert not plan_read(index, [target], index.keys()).problems
+    plan = plan_read(index, [columns], index.keys())
+    assert [read.target_offset for reads in plan.reads.values() for read in reads] == [0, 32, 64, 96]
+    half = read_index(write_checkpoint(tmp_path / "half", [[cut("layers.0.w", WHOLE, flat=(0, 12))]]))
+    for target, first in ((rows, 12), (columns, 16)):
+        (problem,) = plan_read(half, [target], half.keys()).problems.uncovered
+        assert f"12 of the 24 elements that this rank wants are in no file, the first is {first} of the flattened box" in problem.text

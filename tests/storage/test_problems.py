@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paddle_fsdp_ckpt.errors import MismatchError
-from paddle_fsdp_ckpt.storage.problems import CASTABLE, KeyProblem, OtherProblem, ReadProblems, merge_problems, near_misses
+from paddle_fsdp_ckpt.storage.problems import CASTABLE, KeyProblem, OtherProblem, ReadProblems, WaysOut, merge_problems, near_misses
 
 PATH = Path("step")
 NONE = ReadProblems(PATH)
@@ -117,10 +118,22 @@ def test_no_guess_where_it_would_be_wild(missing: list[str], there: list[str]) -
     assert near_misses(missing, there) == []
 
 
+@pytest.mark.parametrize(("others", "is_offered"), [((), True), (("b",), False)])
+def test_resizing_is_offered_where_it_leads_out(others: tuple[str, ...], is_offered: bool) -> None:
+    """Where nothing has the shape that it has in the checkpoint, only if that makes all of it fit."""
+    wrong = tuple(KeyProblem(key, "x") for key in ("a", *others))
+    ways = WaysOut(allow_other_shape=("a", *others), resize=("a",), has_same_shapes=False)
+    offer = "resize=['a'], which loads the rows or columns that both have"
+    text = str(merged(ReadProblems(PATH, wrong_shape=wrong, ways_out=ways)))
+    assert (offer in text) == is_offered and "allow_other_shape" not in text
+    text = str(merged(ReadProblems(PATH, wrong_shape=wrong, ways_out=replace(ways, has_same_shapes=True))))
+    assert f"{offer}, allow_other_shape={['a', *others]}" in text
+
+
 def test_one_model_of_several() -> None:
     (line,) = near_misses(["up.weight", "bias"], [f"{name}.{key}" for name in ("actor", "critic") for key in ("bias", "up.weight")])
     assert "with each of several: actor., critic.; was this one of several models?" in line
-    assert line.endswith("load with key_map={'': 'actor.'} and allow_unexpected=[patterns of the others]")
+    assert line.endswith("load with key_map={'': 'actor.'} (or 'critic.') and allow_unexpected=[patterns of the others]")
 
 
 def test_names_that_only_the_key_map_changes() -> None:

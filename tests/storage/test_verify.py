@@ -107,6 +107,7 @@ def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
     (text,) = found(verify(checkpoint))
     assert f"lacks the file {name}" in text
+    assert ("Only stock Paddle reads this file" in text) == (name == PADDLE_METADATA_NAME)
 
 
 def test_swapped_files_are_named(checkpoint: Path) -> None:
@@ -132,9 +133,17 @@ def test_an_edited_manifest_whose_digest_was_made_to_fit_does_not_hide_what_it_s
 
 def test_a_missing_manifest_is_named(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
-    assert not verify(checkpoint).is_good, "with its 0.metadata it looks like a checkpoint of stock Paddle"
+    report = verify(checkpoint)  # with its 0.metadata it looks like a checkpoint of stock Paddle
+    (text,) = found(report)
+    assert text.startswith(
+        "manifest.json: the rest of the directory was written by paddle_fsdp_ckpt, and the directory has no manifest.json"
+    )
+    assert str(report).splitlines()[0] == f"'{checkpoint}': a checkpoint without its manifest.json"
+    assert "stock Paddle" not in str(report)
+    with pytest.raises(IncompleteCheckpointError, match="was written by paddle_fsdp_ckpt, and the directory has no"):
+        salvage(checkpoint)
     (checkpoint / PADDLE_METADATA_NAME).unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"has no manifest\.json"):
+    with pytest.raises(IncompleteCheckpointError, match=r"was written by paddle_fsdp_ckpt, and the directory has no manifest\.json"):
         verify(checkpoint)
 
 
@@ -153,7 +162,7 @@ def test_keys_that_are_not_whole_or_not_equal_are_named(tmp_path: Path) -> None:
         [[cut("half", SMALL, flat=(0, 13)), cut("twice", SMALL)], [cut("twice", other)], [cut("half", SMALL, flat=(15, 24))]],
     )
     half, twice = found(verify(path))
-    assert half.startswith("key 'half': 2 of the 24 elements")
+    assert half == "key 'half': 2 of its 24 elements are in no file, the first is the one at [2, 1] of [4, 6]"
     assert twice == "key 'twice': 0_0.safetensors and 1_0.safetensors hold different values for the same elements"
     report = salvage(path)
     assert report.intact == ()
@@ -164,6 +173,13 @@ def test_files_that_disagree_about_tensors_are_named_for_each(tmp_path: Path) ->
     files = [[cut("a", SMALL, flat=(0, 9)), cut("b", SMALL)], [cut("a", SMALL.T, flat=(9, 24)), cut("b", SMALL.view(np.int32))]]
     texts = found(verify(write_checkpoint(tmp_path / "step", files)))
     assert sum("the files are not of one save" in text for text in texts) == 2
+
+
+def test_of_many_keys_in_a_damaged_chunk_a_few_are_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "step", [[cut(f"key{number}", SMALL) for number in range(9)]])
+    flip(path / "0_0.safetensors", position_of(path, "key3", "0_0.safetensors"))
+    (text,) = found(verify(path))
+    assert text.endswith("They hold 9 keys: 'key0', 'key1', 'key2', 'key3', 'key4', ... (4 more)")
 
 
 def test_what_the_system_can_not_read_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
