@@ -8,12 +8,21 @@ from typing import TypeVar
 
 from .errors import IncompleteCheckpointError, listing
 from .lora_layers import lora_a_of
-from .optim import CATALOG, describe_learning_rate, differences, entry_of, restore_learning_rate, takes_learning_rate
+from .optim import (
+    CATALOG,
+    describe_learning_rate,
+    differences,
+    entry_of,
+    restore_learning_rate,
+    say_learning_rate,
+    schedule_of,
+    takes_learning_rate,
+)
 from .storage.base_parameter import BaseParameter
 from .storage.comparison import have_same_values
 from .storage.index import CheckpointIndex
 from .storage.json_values import JsonValue
-from .subjects import Stepper
+from .subjects import Stepper, Subjects, say_held
 
 Described = TypeVar("Described")
 
@@ -231,13 +240,43 @@ def restore_learning_rates(steppers: Sequence[Stepper], run: SavedRun) -> tuple[
     if run.tied is None:
         return _open_questions(steppers, run), False
     sentences, taken = [], 0
-    for stepper in steppers:
-        for one in run.optimizers:
-            if not stepper.names.isdisjoint(one.names):
-                taken += takes_learning_rate(stepper.optimizer, one.learning_rate)
-                sentences.append(restore_learning_rate(stepper.optimizer, one.learning_rate))
-                break
+    for sharing in _by_schedule(steppers):
+        optimizer, names = sharing[0].optimizer, frozenset[str]().union(*(one.names for one in sharing))
+        rates = [one.learning_rate for one in run.optimizers if not names.isdisjoint(one.names)]
+        if rates:
+            others = [rate for number, rate in enumerate(rates) if rate not in rates[:number]][1:]
+            taken += 0 if others else takes_learning_rate(optimizer, rates[0]) * len(sharing)
+            sentences.append(restore_learning_rate(optimizer, rates[0]))
+            sentences += [_say_dropped(rate, sharing) for rate in others]
     return [text for text in sentences if text is not None], taken == len(steppers)
+
+
+def _by_schedule(steppers: Sequence[Stepper]) -> list[list[Stepper]]:
+    """Return optimizers that share a scheduler together, and those that don't alone."""
+    sharing: dict[int, list[Stepper]] = {}
+    for one in steppers:
+        sharing.setdefault(id(schedule_of(one.optimizer) or one), []).append(one)
+    return list(sharing.values())
+
+
+def _say_dropped(rate: dict[str, JsonValue], sharing: Sequence[Stepper]) -> str:
+    """Say that the run had another learning rate than the one that optimizers of one schedule, or a single one, were given back."""
+    return (
+        f"{' and '.join(dict.fromkeys(one.cls for one in sharing))}: the run had {say_learning_rate(rate)} besides, for others of the "
+        "parameters, which was not restored: make an optimizer with a learning rate of its own for them, as the run did"
+    )
+
+
+def left_optimizers(subjects: Subjects, run: SavedRun) -> list[str]:
+    """Say which optimizers stepped parameters of the model when it was saved, of which those that are given hold none."""
+    given = frozenset[str]().union(*(one.names for one in subjects.steppers))
+    here = {name for named in subjects.parameters for name in named.names}
+    return [
+        f"the {say_held(one.cls or 'optimizer', one.names)} was not restored, with {say_learning_rate(one.learning_rate)}: none of "
+        "the given optimizers holds any of them. Give the one that does"
+        for one in run.optimizers
+        if subjects.steppers and run.tied is not None and given.isdisjoint(one.names) and not here.isdisjoint(one.names)
+    ]
 
 
 def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:

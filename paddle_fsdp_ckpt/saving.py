@@ -65,8 +65,8 @@ def save(
             saves all. Or a dict of several such as ``{"actor": actor, "critic": critic}``, sharded by ours or plain: the keys of each
             begin with its name and a dot.
         optimizer: bound to the model, or a list or dict of such; plain as the model is plain. Of several models it may step one or more.
-            States that it doesn't have yet are not made. An empty list where states are left out on purpose; None warns where the
-            model has an optimizer.
+            States that it doesn't have yet are not made. An empty list where states are left out on purpose; else each optimizer
+            of the model that is not given is warned of. Who saves them apart silences that by ``warnings.filterwarnings``.
         step: noted in the checkpoint; a whole number from 0 on.
         extra_state: JSON values (None, bool, int, float, str, list, dict with str keys), the same on all ranks.
         overwrite: replace a checkpoint that is at ``path``, as a whole.
@@ -249,7 +249,7 @@ def prepare_save(
         data = [(bytes_piece(key, len(value)), memoryview(value)) for key, value in kept.data.items()]
         memory = memory_of(subjects)
         prepared.append(PreparedSave(target, stored, tensors, data, memory, manifest, token, overwrite, timeout_seconds))
-        if optimizer is None and rendezvous.rank == COORDINATOR:
+        if (optimizer is None or subjects.steppers) and rendezvous.rank == COORDINATOR:
             _say_what_is_left_out(subjects)
         own: JsonValue = None
         if rendezvous.world_size > 1:
@@ -353,12 +353,17 @@ def _check_step(step: Any) -> int | None:
 
 
 def _say_what_is_left_out(subjects: Subjects) -> None:
-    """Warn where optimizers are bound to the model and none was given."""
-    bound = subjects.bound_classes()
-    if bound:
+    """Warn where optimizers are bound to the model and were not given."""
+    others = subjects.not_given()
+    if others:
+        way_out = (
+            "Give optimizer=[...] with all that step the model; where they are saved apart, warnings.filterwarnings silences this"
+            if subjects.steppers
+            else "Give optimizer=..., or optimizer=[] where that is meant"
+        )
         warn_caller(
-            f"save: {listing(bound)} is bound to the model and was not given: its states are not saved, and no run goes on from this "
-            "checkpoint as it was. Give optimizer=..., or optimizer=[] where that is meant"
+            f"save: {subjects.say_not_given(others)} is bound to the model and was not given: its states are not saved, and no run goes on "
+            f"from this checkpoint as it was. {way_out}"
         )
 
 

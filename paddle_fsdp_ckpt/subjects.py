@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import paddle
 from paddle import nn
@@ -25,7 +25,7 @@ from .fsdp import (
     why_without_values,
 )
 from .fsdp.units import NamedParameter
-from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters
+from .optim import SteppedParameter, check_is_optimizer, describe_hyperparameters, parameter_groups
 from .several_models import combine_models
 from .shardings import LivePlaces, Sharding, sharding_of, sharding_of_optimizers
 
@@ -66,6 +66,23 @@ class Stepper:
         return self.hyperparameters()
 
 
+class NotGiven(NamedTuple):
+    """An optimizer that steps a model, and was not given with it.
+
+    Attributes:
+        cls: name of its class.
+        names: all names of the model's parameters that it holds; none where no model was given.
+    """
+
+    cls: str
+    names: frozenset[str]
+
+
+def say_held(cls: str, names: Collection[str]) -> str:
+    """Return an optimizer's class and what it holds in short words, which tell it from others of its class."""
+    return f"{cls} of '{min(names)}'{' and others' * (len(names) > 1)}" if names else cls
+
+
 @dataclass(frozen=True)
 class ModelTensors:
     """What a model holds; nothing where there is no model.
@@ -100,9 +117,21 @@ class Subjects:
     sharding: Sharding
     tensors: ModelTensors
 
-    def bound_classes(self) -> list[str]:
-        """Return the names of the classes of optimizers that are known to step the model, given or not."""
-        return sorted({type(one).__name__ for one in self.sharding.bound_optimizers()})
+    def not_given(self) -> list[NotGiven]:
+        """Return the optimizers that are known to step the model and were not given."""
+        given = {id(one.optimizer) for one in self.steppers}
+        others = [one for one in self.sharding.bound_optimizers() if id(one) not in given]
+        names = {id(named.parameter): named.names for named in self.parameters} if others else {}
+
+        def held(optimizer: Any) -> frozenset[str]:
+            parameters = [one for group in parameter_groups(optimizer) for one in group["params"]]
+            return frozenset(name for one in parameters for name in names.get(id(one), ()))
+
+        return [NotGiven(type(one).__name__, held(one)) for one in others]
+
+    def say_not_given(self, optimizers: Iterable[NotGiven]) -> str:
+        """Return in short words which of them were not given; by more than their classes where others were."""
+        return listing(sorted({say_held(one.cls, one.names) if self.steppers else one.cls for one in optimizers}))
 
     @property
     def parameters(self) -> Sequence[NamedParameter]:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ..errors import FEW, CheckpointError, IncompleteCheckpointError, counted, listing, size_text
@@ -131,7 +132,7 @@ class Inspection(BlockReport):
         """Yield what there is to know, the most important first."""
         yield f"'{self.path}': {self.kind}"
         facts = [("step", "not noted" if self.step is None else str(self.step)), ("saved by", counted(self.world_size, "rank"))]
-        facts += [("saved at", self.created)] if self.created is not None else []
+        facts += [("saved at", _say_time(self.created))] if self.created is not None else []
         facts += [("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))] if self.versions else []
         facts.append(("files", f"{self.files}, {size_text(self.nbytes)}"))
         facts += [("tied", listing(" = ".join(names) for names in self.tied))] if self.tied else []
@@ -213,10 +214,10 @@ class Steps(BlockReport):
                 "-" if one.step is None else str(one.step),
                 one.path.name,
                 str(one.world_size),
-                one.created or "-",
+                "-" if one.created is None else _say_time(one.created),
                 size_text(one.nbytes),
                 *(_number(one.metrics.get(name)) for name in shown),
-                one.health,
+                one.health + ", given up" * (one.path.name in self.given_up),
             ]
             for one in self.checkpoints
         ]
@@ -266,6 +267,11 @@ def inspect(
             problems.append(f"{one.name}: {error}")
     found.sort(key=lambda one: (one.step is None, one.step, one.path.name))
     return Steps(directory, tuple(found), (*problems, *entries.problems()), entries.given_up())
+
+
+def _say_time(created: str) -> str:
+    """Return when a checkpoint was saved, as its manifest says, to the second."""
+    return datetime.fromisoformat(created).isoformat(timespec="seconds")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

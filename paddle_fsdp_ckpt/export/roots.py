@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError, counted, size_text
-from ..storage.discarded import discarded_steps, when_written
+from ..storage.discarded import digest_of_manifest, discarded_steps, when_written
 from ..storage.format import MANIFEST_NAME, parse_left_over
 from ..storage.index import read_manifest
 from ..storage.json_values import JsonValue
@@ -54,18 +54,20 @@ class RootEntries:
         for one in self.checkpoints:
             match = _STEP_DIRECTORY.fullmatch(one.name)
             if match is not None and one.name == f"step_{int(match[1]):08d}":
-                written, discarded = 0, dict[int, int]()
+                written, digest, discarded = 0, "", dict[int, int | str]()
                 with suppress(CheckpointError, OSError):  # whoever reads all of it says what is wrong
                     written = when_written(one)
+                    digest = digest_of_manifest(one)
                     discarded = read_manifest(one).discarded
-                yield _Step(int(match[1]), one.name, written, discarded)
+                yield _Step(int(match[1]), one.name, digest, written, discarded)
 
 
 class _Step(NamedTuple):
     step: int
     name: str
+    digest: str
     written: int
-    discarded: dict[int, int]
+    discarded: dict[int, int | str]
 
 
 @dataclass(frozen=True)

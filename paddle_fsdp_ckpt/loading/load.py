@@ -13,13 +13,13 @@ from typing import Any
 import paddle
 
 from ..base_weights import ParameterPart, note_told, other_base, own_sums, parameter_parts, say_other_base
-from ..errors import CorruptCheckpointError, MismatchError, RankFailedError, listing
+from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
 from ..optim import WholeParameter, optimizer_list, states_restored_on_error
 from ..optimizer_states import is_master_weight
 from ..progress import long_progress
-from ..saved_run import SavedRun, hyperparameter_differences, restore_learning_rates
+from ..saved_run import SavedRun, hyperparameter_differences, left_optimizers, restore_learning_rates
 from ..storage.agreement import COORDINATOR, exchange
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.index import without_garbage_collection
@@ -71,7 +71,8 @@ def load(
             were saved: give these, and say ``allow_unexpected=["critic.*"]`` of the others.
         optimizer: bound to the model, or a list or dict of such; plain as the model is plain; fresh or used. Its states become those of
             the checkpoint. Without a model, its master weights become those of the checkpoint too: load the model as well. An empty list
-            where states are left out on purpose; None warns where the checkpoint has some and the model has an optimizer.
+            where states are left out on purpose; else each optimizer of the model of which the checkpoint holds something
+            and that is not given is warned of, unless ``parts`` are.
         parts: some of ``"model"`` (parameters and buffers), ``"optimizer"`` (states and master weights) and ``"learning_rate"`` (the
             scheduler's state). By default all that the given objects have. The others stay as they are.
         allow_missing: patterns, such as ``"head.*"``, of keys that the checkpoint may lack; ``*`` and ``?`` stand for any text and any
@@ -155,7 +156,7 @@ def load(
             damage = planned[0][1].damage
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
-    if optimizer is None and parts is None and rendezvous.rank == COORDINATOR:
+    if (optimizer is None or optimizers) and parts is None and rendezvous.rank == COORDINATOR:
         _say_what_is_left_out(plan)
     try:
         with without_garbage_collection():
@@ -168,6 +169,7 @@ def load(
         _announce(subjects, plan)
     _reset_gradients(plan.subjects, plan.run)
     differences, has_rates = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else ([], False)
+    differences += left_optimizers(plan.subjects, plan.run)
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
@@ -187,12 +189,22 @@ def load(
 
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
-    """Warn where optimizers are bound to the model, the checkpoint holds something of such, and none was given."""
-    bound = plan.subjects.bound_classes()
-    if bound and (plan.not_asked_for or plan.run.optimizers):
+    """Warn where optimizers are bound to the model, the checkpoint holds something of such, and they were not given."""
+    subjects, saved = plan.subjects, plan.run.names
+    others = subjects.not_given()
+    if subjects.steppers:
+        others = [one for one in others if not saved.isdisjoint(one.names)]
+    elif not (plan.not_asked_for or saved):
+        return
+    if others:
+        way_out = (
+            'Give optimizer=[...] with all that step the model; or parts={"model", "optimizer", "learning_rate"}'
+            if subjects.steppers
+            else 'Give optimizer=...; or parts={"model"}, or optimizer=[],'
+        )
         warn_caller(
-            f"load: {listing(bound)} is bound to the model and was not given: the states and learning rate in '{plan.index.path}' are not "
-            'loaded, and the run goes on otherwise. Give optimizer=...; or parts={"model"}, or optimizer=[], where that is meant'
+            f"load: {subjects.say_not_given(others)} is bound to the model and was not given: the states and learning rate in "
+            f"'{plan.index.path}' are not loaded, and the run goes on otherwise. {way_out} where that is meant"
         )
 
 

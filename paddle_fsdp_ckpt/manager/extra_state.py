@@ -22,7 +22,7 @@ from ..storage.json_values import JsonValue, parse_json
 from ..storage.reserved_keys import LENGTH_NBYTES, text_and_arrays
 
 _NUMPY_KINDS = "biufc"
-_NUMPY_DTYPE = re.compile(f"[<|][{_NUMPY_KINDS}][0-9]{{1,2}}", re.ASCII)
+_NUMPY_DTYPE = re.compile(f"[<>|][{_NUMPY_KINDS}][0-9]{{1,2}}", re.ASCII)
 _ARRAY, _DICT = "@array", "@dict"
 
 
@@ -30,8 +30,8 @@ def encode_extra_state(value: Any, where: str) -> bytes:
     """Return a value as bytes that :func:`decode_extra_state` turns back into an equal one.
 
     Args:
-        value: None, bool, int, float, str, numpy arrays and numbers of boolean, integer, floating or complex type, Paddle tensors, and
-            lists and dicts (with str keys) of these.
+        value: None, bool, int, float, str, numpy arrays (in either byte order) and numbers of boolean, integer, floating or complex type,
+            Paddle tensors, and lists and dicts (with str keys) of these.
         where: names it for the messages; empty for a dict whose values are named by their keys.
 
     Raises:
@@ -74,17 +74,19 @@ class _Encoder:
                 raise CheckpointError(f"{where} has the key {strange[0]!r:.100}, which is no str; nothing was saved. Use str keys")
             fields = {key: self.encode(item, f"{where}[{key!r}]" if where else key) for key, item in value.items()}
             return {_DICT: fields} if _ARRAY in fields or _DICT in fields else fields
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        # A subclass would lose what makes it one, as a masked array its mask.
+        if (type(value) is np.ndarray or isinstance(value, np.generic)) and _can_be_named(value.dtype):
             kind = "numpy" if isinstance(value, np.ndarray) else "number"
-            array = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"))
-            return self._add(kind, value.dtype.newbyteorder("<").str, list(value.shape), array.tobytes())
+            stored = value.dtype if value.dtype.byteorder == ">" else value.dtype.newbyteorder("<")
+            return self._add(kind, stored.str, list(value.shape), np.ascontiguousarray(value).astype(stored).tobytes())
         if isinstance(value, paddle.Tensor) and not value.is_dist() and dtype_name(value) in DTYPE_NBYTES:
             if (why := why_without_values(value)) is not None:
                 raise CheckpointError(f"{where} can't be saved: {why}; nothing was saved")
             return self._add("paddle", dtype_name(value), list(value.shape), bytes(bytes_of(value)))
         raise CheckpointError(
             f"{where} is of type {type(value).__name__}, which can't be saved; nothing was saved. Use None, bool, int, float, str, numpy "
-            "arrays of numbers, Paddle tensors that are not distributed, and lists and dicts of these"
+            "arrays of numbers (of no subclass; numpy.asarray makes one, without a mask), Paddle tensors that are not distributed, and "
+            "lists and dicts of these"
         )
 
     def _add(self, kind: str, dtype: str, shape: list[int], data: bytes) -> JsonValue:
@@ -92,6 +94,14 @@ class _Encoder:
         self.buffers.append(data)
         self._nbytes += len(data)
         return {_ARRAY: [kind, dtype, shape, start]}
+
+
+def _can_be_named(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is one of numbers that numpy knows by its name, which those of other packages are not."""
+    try:
+        return dtype.kind in _NUMPY_KINDS and np.dtype(dtype.str) == dtype
+    except TypeError:
+        return False
 
 
 def _decode(value: JsonValue, data: memoryview) -> Any:
@@ -121,5 +131,6 @@ def _decode_array(kind: str, dtype: str, shape: list[int], start: int, data: mem
     if not _NUMPY_DTYPE.fullmatch(dtype) or kind not in ("numpy", "number"):
         raise ValueError(f"it names an array of kind {kind!r:.20} and type {dtype!r:.20}")
     described = np.dtype(dtype)
-    array = np.frombuffer(data, described, math.prod(shape), start).reshape(shape).astype(described.newbyteorder("="))
+    owned = described if described.byteorder == ">" else described.newbyteorder("=")
+    array = np.frombuffer(data, described, math.prod(shape), start).reshape(shape).astype(owned)
     return array if kind == "numpy" else array[()]

@@ -46,10 +46,11 @@ class OpenRoot:
         Raises:
             CheckpointError: another process writes to it, and did not end in time.
             TargetExistsError: another run saved steps there meanwhile.
+            IncompleteCheckpointError: the step that was restored is gone.
         """
         if self.lock.hold(timeout_seconds):
             try:
-                self.steps.check_nothing_new(read_root(self.where, self.steps.root.steps))
+                self.steps.check_nothing_new(read_root(self.where))
             except BaseException:
                 self.lock.release()
                 raise

@@ -66,7 +66,7 @@ class KeepNewestOfEach:
 
     Attributes:
         period: which.
-        count: of how many hours or days, the latest; None for all.
+        count: of how many hours or days, those with the newest steps; None for all.
     """
 
     period: Literal["hour", "day"]
@@ -84,8 +84,8 @@ class KeepNewestOfEach:
         for one in steps:
             if one.created is not None:
                 newest[one.created.astimezone(timezone.utc).strftime(_PERIODS[self.period])] = one.step
-        periods = sorted(newest)[-self.count :] if self.count else sorted(newest)
-        return [newest[period] for period in periods] + [one.step for one in steps if one.created is None]
+        # The latest periods are those of the newest steps: a clock may have jumped back.
+        return sorted(newest.values())[-self.count if self.count else 0 :] + [one.step for one in steps if one.created is None]
 
 
 _PERIODS = {"hour": "%Y-%m-%dT%H", "day": "%Y-%m-%d"}

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import IncompleteCheckpointError, TargetExistsError
-from ..storage.discarded import discarded_steps
+from ..storage.discarded import discarded_steps, identity_of, is_another
 from .given_up import WhyGivenUp, given_up_anew, given_up_as_damaged, given_up_by, given_up_on_going_back, saved_without
 from .steps import Root, names_of, step_name
 
@@ -34,12 +34,13 @@ class RunSteps:
             else {step: given_up_by(by, where / step_name(step)) for step, by in discarded_steps(root.steps, lost).items()}
         )
         self.last: int | None = None
+        self._restored: int | None = None
         self._later: list[int] = []
         self._may_save = overwrite or not (root.steps or lost)
 
-    def to_discard(self, step: int) -> dict[int, int]:
+    def to_discard(self, step: int) -> dict[int, int | str]:
         """Return what the manifest of a step is to say of foreign ones; see :class:`~.storage.manifest.Manifest`."""
-        known = {one.step: one.written for one in self.root.steps}
+        known = {one.step: identity_of(one) for one in self.root.steps}
         return {one: known.get(one, 0) for one in self.foreign if one != step}
 
     def own(self) -> list[int]:
@@ -104,16 +105,26 @@ class RunSteps:
             )
 
     def check_nothing_new(self, root: Root) -> None:
-        """Raise where a root holds steps now that it did not when it was looked at last.
+        """Raise where a root holds other steps now than when it was looked at last, or lacks the one that this run goes on from.
+
+        Args:
+            root: all of it looked at anew.
 
         Raises:
-            TargetExistsError: another run saved some.
+            TargetExistsError: another run saved some, under new numbers or under those of steps that were there.
+            IncompleteCheckpointError: the step that was restored is gone.
         """
-        new = sorted({*root.numbers} - {*self.root.numbers})
+        known = {one.step: one for one in self.root.steps}
+        new = [one.step for one in root.steps if one.step not in known or is_another(one, known[one.step])]
         if new:
             raise TargetExistsError(
                 f"another run saved {names_of(new)} in '{self._where}' since this one looked; nothing was saved. Make a new manager, and "
                 "go on with restore(), or choose another root"
+            )
+        if self._restored is not None and self._restored not in root.numbers:
+            raise IncompleteCheckpointError(
+                f"{step_name(self._restored)}, from which this run goes on, is gone from '{self._where}'; nothing was saved. Make a new "
+                "manager, and go on with restore(), or choose another root"
             )
 
     def restored(self, step: int, *, discard_later: bool, damaged: Collection[int]) -> None:
@@ -124,7 +135,7 @@ class RunSteps:
             self.foreign |= {one: given_up_as_damaged(step, self._where / step_name(one)) for one in damaged}
         self._later = [one for one in self.own() if one > step]
         self._may_save = True
-        self.last = step
+        self.last = self._restored = step
 
     def later(self) -> str | None:
         """Return what a run that went back must be told before it trains: later steps than the restored one keep it from saving."""
@@ -137,6 +148,7 @@ class RunSteps:
 
     def saved(self, step: int, root: Root) -> None:
         """Take over what the root holds after a save."""
+        self._restored = None
         self.root = root
         self.lost &= {*root.taken}
         left = self.foreign.keys() & {*root.numbers, *root.taken} - {step}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, listing
 from ..storage.agreement import COORDINATOR
-from ..storage.discarded import when_written
+from ..storage.discarded import digest_of_manifest, when_written
 from ..storage.format import MANIFEST_NAME, parse_left_over
 from ..storage.index import read_manifest
 from ..storage.json_values import JsonValue
@@ -39,8 +39,9 @@ class SavedStep:
         created: when it was saved, in UTC; None where it can't be read.
         metrics: what was given to the save, e.g. ``{"loss": 1.5}``; empty where nobody needs it.
         is_known: whether that could be read.
+        digest: of its manifest; see :func:`~.storage.discarded.digest_of_manifest`. Empty where that can't be read.
         written: when its manifest was; see :func:`~.storage.discarded.when_written`.
-        discarded: the same of the steps that it says are of another history, by their numbers.
+        discarded: what it says of the steps that are of another history, by their numbers; see :func:`~.storage.discarded.identity_of`.
     """
 
     step: int
@@ -48,7 +49,8 @@ class SavedStep:
     metrics: dict[str, float] = field(default_factory=dict)
     is_known: bool = True
     written: int = 0
-    discarded: dict[int, int] = field(default_factory=dict)
+    discarded: dict[int, int | str] = field(default_factory=dict)
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Root:
                 one.is_known,
                 one.written,
                 [*one.discarded.items()],
+                one.digest,
             ]
             for one in self.steps
         ]
@@ -92,8 +95,10 @@ class Root:
     def from_json(cls, value: JsonValue) -> Root:
         """Build a root from what :meth:`to_json` returned."""
         steps = tuple(
-            SavedStep(step, None if created is None else datetime.fromisoformat(created), metrics, is_known, written, dict(discarded))
-            for step, created, metrics, is_known, written, discarded in value["steps"]
+            SavedStep(
+                step, None if created is None else datetime.fromisoformat(created), metrics, is_known, written, dict(discarded), digest
+            )
+            for step, created, metrics, is_known, written, discarded, digest in value["steps"]
         )
         return cls(steps, value["skipped"])
 
@@ -230,16 +235,17 @@ def may_be_there(path: Path) -> bool:
 def _read_step(root: Path, name: str, metrics: bool) -> SavedStep:
     number = parse_step(name)
     assert number is not None
-    written = 0
+    written, digest = 0, ""
     try:
         written = when_written(root / name)
+        digest = digest_of_manifest(root / name)
         manifest = read_manifest(root / name)
         encoded = read_bytes(root / name, manifest, COORDINATOR, [METRICS_KEY]) if metrics else {}
         values = metrics_of(encoded.get(METRICS_KEY, b"{}"))
     except (CheckpointError, OSError, ValueError) as error:
         # It is committed: whoever loads it must hear what is wrong with it, and it must not be passed over in silence.
-        return SavedStep(number, is_known=isinstance(error, ValueError), written=written)
-    return SavedStep(number, datetime.fromisoformat(manifest.created), values, written=written, discarded=manifest.discarded)
+        return SavedStep(number, is_known=isinstance(error, ValueError), written=written, digest=digest)
+    return SavedStep(number, datetime.fromisoformat(manifest.created), values, written=written, discarded=manifest.discarded, digest=digest)
 
 
 def names_of(steps: Sequence[int]) -> str:

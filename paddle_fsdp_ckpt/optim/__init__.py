@@ -36,6 +36,7 @@ from .schedule import (
     restore_learning_rate,
     restore_scheduler,
     say_learning_rate,
+    schedule_of,
     takes_learning_rate,
 )
 
@@ -78,6 +79,7 @@ __all__ = [
     "restore_learning_rate",
     "restore_scheduler",
     "say_learning_rate",
+    "schedule_of",
     "split_weight_decay",
     "state_columns",
     "states_restored_on_error",

@@ -28,6 +28,12 @@ def describe_learning_rate(optimizer: Any) -> dict[str, JsonValue]:
     return _describe(rate) if isinstance(rate, LRScheduler) else {"value": float(optimizer.get_lr())}
 
 
+def schedule_of(optimizer: Any) -> LRScheduler | None:
+    """Return an optimizer's scheduler, which others may share; None where its learning rate is a number."""
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, LRScheduler) else None
+
+
 def restore_learning_rate(optimizer: Any, saved: dict[str, JsonValue]) -> str | None:
     """Give an optimizer's scheduler the state that :func:`describe_learning_rate` returned; see :func:`restore_scheduler`.
 

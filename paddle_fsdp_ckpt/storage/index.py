@@ -160,7 +160,14 @@ def read_damaged_manifest(path: Path) -> Manifest:
     return _parse_manifest(path, check_seal=False)
 
 
-def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
+def read_manifest_bytes(path: Path) -> bytes:
+    """Read the manifest of the checkpoint directory ``path``, whatever it is.
+
+    Raises:
+        UnsafeCheckpointError: it is a link out of the directory, or is too large.
+        OSError: it can't be read.
+    """
+
     def read() -> bytes:
         descriptor, size = open_inside(path, MANIFEST_NAME)
         with open(descriptor, "rb") as file:
@@ -168,7 +175,11 @@ def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
                 raise UnsafeCheckpointError(f"the manifest of '{path}' has {size} bytes, more than any that we wrote; it was not read")
             return file.read(size)
 
-    encoded = read_file(path / MANIFEST_NAME, read)
+    return read_file(path / MANIFEST_NAME, read)
+
+
+def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
+    encoded = read_manifest_bytes(path)
     try:
         return Manifest.from_json(encoded.decode(), check_seal=check_seal)
     except ValueError as error:

@@ -35,8 +35,8 @@ _DIGESTS = re.compile("[0-9a-f]*", re.ASCII)
 
 
 def utc_now() -> str:
-    """Return the time in the form of :attr:`Manifest.created`."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    """Return the time in the form of :attr:`Manifest.created`, so finely that no two saves of one step have the same."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ class Manifest:
         format_version: of the directory; see :data:`FORMAT_VERSION`.
         base: first name of each parameter that was left out since it doesn't train -> what it was; None where nothing was left out.
         lora: name of each LoRA layer -> what the product of its two matrices is multiplied by.
-        discarded: step -> when its manifest was written, in nanoseconds, 0 where it had none, of the steps beside this one that are of
-            another history, and go once this one is there.
+        discarded: step -> the digest of its manifest, of the steps beside this one that are of another history, and go once this one is
+            there; see :mod:`.discarded`. A number where that could not be read, and in manifests of before: when it was written, in
+            nanoseconds; 0 where there was none.
     """
 
     step: int | None
@@ -132,7 +133,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     base: dict[str, BaseParameter] | None = None
     lora: dict[str, float] = field(default_factory=dict)
-    discarded: dict[int, int] = field(default_factory=dict)
+    discarded: dict[int, int | str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``, whose last field is a digest of all the text before it.
@@ -161,7 +162,7 @@ class Manifest:
         if self.lora:
             fields["lora"] = self.lora
         if self.discarded:
-            fields["discarded"] = [[step, written] for step, written in sorted(self.discarded.items())]
+            fields["discarded"] = [[step, identity] for step, identity in sorted(self.discarded.items())]
         text = seal(fields)
         if len(text) > MAX_MANIFEST_NBYTES:
             raise ValueError(f"the manifest would have {len(text)} bytes, and {MAX_MANIFEST_NBYTES} are allowed; keep less in extra_state")
@@ -238,11 +239,19 @@ _MANIFEST_FIELDS = {
 _OPTIONAL_MANIFEST_FIELDS = {"base", "lora", "discarded"}
 
 
-def _discarded(value: JsonValue) -> dict[int, int]:
+def _discarded(value: JsonValue) -> dict[int, int | str]:
     pairs = [_list(pair, "a discarded step") for pair in _list(value, "discarded")]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError("a discarded step is not its number and a time")
-    return {_count(step, "a discarded step"): _count(written, "the time of a discarded step") for step, written in pairs}
+        raise ValueError("a discarded step is not its number and what tells it from others")
+    return {_count(step, "a discarded step"): _identity(one) for step, one in pairs}
+
+
+def _identity(value: JsonValue) -> int | str:
+    if type(value) is not str:
+        return _count(value, "the time of a discarded step")
+    if len(value) != DIGEST_LENGTH or not _DIGESTS.fullmatch(value):
+        raise ValueError(f"the digest of a discarded step is {value!r:.100}, not {DIGEST_LENGTH} hexadecimal digits")
+    return value
 
 
 def seal(fields: dict[str, JsonValue]) -> str:

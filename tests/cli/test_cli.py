@@ -27,6 +27,7 @@ from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.cli.show import show
 from paddle_fsdp_ckpt.export.text import Block, BlockReport, Table
 from paddle_fsdp_ckpt.pieces import Piece
+from paddle_fsdp_ckpt.storage.discarded import digest_of_manifest
 from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME, rank_file_name
 from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.verify import verify
@@ -172,6 +173,14 @@ def test_of_a_root_a_step_that_was_given_up_is_named(
     os.utime(root / "step_00000003" / MANIFEST_NAME, ns=(written + 1, written + 1))  # as of one that was saved anew
     assert main([command, str(root)]) == 0
     assert "given up" not in capsys.readouterr().out
+    digest = digest_of_manifest(root / "step_00000003")
+    (root / "step_00000002" / MANIFEST_NAME).write_text(replace(manifest, step=2, discarded={3: digest}).to_json())
+    shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert main([command, str(tmp_path / "copy")]) == 0
+    output = capsys.readouterr().out
+    assert said in output.splitlines()
+    if command == "inspect":
+        assert [line.split()[1] for line in output.splitlines() if line.endswith("whole, given up")] == ["step_00000003"]
 
 
 @dataclass(frozen=True)

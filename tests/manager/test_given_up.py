@@ -11,6 +11,7 @@ from pathlib import Path
 import given_up_cases
 import manager_runs
 import pytest
+import step_cases
 from harness import RankPool
 
 from paddle_fsdp_ckpt.errors import IncompleteCheckpointError
@@ -48,6 +49,19 @@ def test_one_that_is_still_there(root: Path, ranks: Ranks) -> None:
         3,
         3,
     ]
+
+
+def test_one_in_a_copy_without_the_times_of_files(root: Path, ranks: Ranks) -> None:
+    """It is known there too; one that was saved anew since is another, in a copy as well."""
+    ranks(2).run(given_up_cases.go_back_to_1_and_save_2, str(root), True)
+    copies = [root.parent / name for name in ("copy", "second")]
+    shutil.copytree(root, copies[0], copy_function=shutil.copyfile)
+    (step, steps_then, warned), _ = ranks(2).run(manager_runs.call, step_cases.restore_and_save, (str(copies[0]), 3), {})
+    assert (step, steps_then) == (2, [1, 2, 3])
+    assert len(warned) == 1 and f"'{copies[0]}' holds step_00000003 of a history that was given up" in warned[0]
+    shutil.copytree(copies[0], copies[1], copy_function=shutil.copyfile)
+    restored = ranks(2).run(manager_runs.call, manager_runs.restore_only, (str(copies[1]),), {})
+    assert [step for step, _ in restored] == [3, 3]
 
 
 def test_one_that_is_gone(root: Path, ranks: Ranks) -> None:

@@ -77,10 +77,16 @@ def test_newest_of_each(steps: list[SavedStep], period: str, count: int | None) 
     seconds = {"hour": 3600, "day": 86400}[period]
     kept = set(KeepNewestOfEach(period, count).kept(sorted(steps, key=lambda one: one.step)))
     dated = [(int(one.created.timestamp()) // seconds, one.step) for one in steps if one.created is not None]
-    periods = sorted({number for number, _ in dated})
-    chosen = periods if count is None else periods[max(0, len(periods) - count) :]
-    right = {max(step for number, step in dated if number == wanted) for wanted in chosen}
-    assert kept == right | {one.step for one in steps if one.created is None}
+    newest = {number: max(step for other, step in dated if other == number) for number, _ in dated}
+    chosen = sorted(newest, key=lambda number: newest[number], reverse=True)[:count]  # of these periods
+    assert kept == {newest[number] for number in chosen} | {one.step for one in steps if one.created is None}
+
+
+def test_a_clock_that_jumps_back_makes_no_old_step_the_newest() -> None:
+    hours = [20, 21, 22, 23, 1, 2, 3, 4]  # 1 to 4 of the same day: the clock was wrong before
+    steps = [SavedStep(step, datetime(2026, 11, 30, hour, tzinfo=timezone.utc)) for step, hour in enumerate(hours, 1)]
+    assert steps_to_remove([KeepNewestOfEach("hour", 2)], steps) == [1, 2, 3, 4, 5, 6]
+    assert steps_to_remove([KeepNewestOfEach("hour")], steps) == []
 
 
 @settings(deadline=None)

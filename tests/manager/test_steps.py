@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +29,7 @@ from paddle_fsdp_ckpt.manager.steps import (
     step_name,
     steps_aside,
 )
-from paddle_fsdp_ckpt.storage.discarded import discarded_steps
+from paddle_fsdp_ckpt.storage.discarded import discarded_steps, identity_of, is_another
 from paddle_fsdp_ckpt.storage.format import replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.manifest import Manifest, utc_now
 from paddle_fsdp_ckpt.storage.reserved_keys import METRICS_KEY, bytes_piece
@@ -180,6 +182,39 @@ def test_steps_of_a_history_that_was_given_up() -> None:
     assert discarded_steps([*old, SavedStep(4, written=6, discarded={1: 1, 2: 2, 3: 3})], []) == {1: 4, 2: 4, 3: 4}
     again = SavedStep(1, written=7, discarded={2: 4, 3: 3})
     assert discarded_steps([again, back, old[2]], []) == {2: 1, 3: 1}
+
+
+def test_a_step_that_was_given_up_is_known_by_its_manifest_in_any_copy() -> None:
+    old = SavedStep(3, written=3, digest="0123456789abcdef")
+    by_digest, by_time = SavedStep(2, written=4, discarded={3: identity_of(old)}), SavedStep(2, written=4, discarded={3: 3})
+    copied = replace(old, written=9)
+    assert discarded_steps([by_digest, copied], []) == {3: 2}
+    assert discarded_steps([by_time, old], []) == {3: 2}
+    assert discarded_steps([by_time, copied], []) == {}
+    for again in (replace(old, digest="fedcba9876543210"), replace(old, digest="")):
+        assert discarded_steps([by_digest, again], []) == {}
+    unread = SavedStep(3, written=3)
+    assert identity_of(unread) == 3
+    assert [is_another(old, one) for one in (copied, replace(old, digest=""), replace(copied, digest=""), unread)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert is_another(old, replace(old, digest="fedcba9876543210"))
+
+
+def test_two_saves_have_two_manifests_and_a_copy_has_the_same(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_step(tmp_path / name / step_name(3), 3, 0.5)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    os.utime(tmp_path / "copy" / step_name(3) / "manifest.json", (5, 5))
+    one, two, copy = (read_root(tmp_path / name).steps[0] for name in ("one", "two", "copy"))
+    assert one.written != copy.written
+    assert not is_another(one, copy)
+    assert is_another(one, two)
+    assert Root.from_json(Root((one,)).to_json()).steps == (one,)
 
 
 def test_what_can_not_be_cleared_is_named(tmp_path: Path) -> None:

@@ -46,6 +46,27 @@ def test_the_second_run_is_told_of_the_first(tmp_path: Path, ranks: Ranks, singl
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["history.jsonl", *(f"step_0000000{n}" for n in (1, 2, 3))]
 
 
+def test_a_run_whose_step_another_saved_anew_or_removed_is_refused(tmp_path: Path, ranks: Ranks, single: RankPool) -> None:
+    root = tmp_path / "root"
+    single.run(call, save_in_used_root, (str(root),), {"resume": False, "step": 10})
+
+    def refused(change: Callable[[], object]) -> list[str]:
+        ranks(2).run(writer_cases.restore_and_keep, str(root))
+        change()
+        return ranks(2).run(writer_cases.refuse_with_the_kept, 11)
+
+    again = {"resume": False, "step": 10, "overwrite": True}
+    for text in refused(lambda: single.run(call, save_in_used_root, (str(root),), again)):
+        assert f"another run saved step_00000010 in '{root}' since this one looked; nothing was saved" in text
+    for text in refused(lambda: (root / "step_00000010").rename(tmp_path / "elsewhere")):
+        assert f"step_00000010, from which this run goes on, is gone from '{root}'; nothing was saved. Make a new manager" in text
+    (tmp_path / "elsewhere").rename(root / "step_00000010")
+    ranks(2).run(writer_cases.restore_and_keep, str(root))
+    os.utime(root / "step_00000010" / MANIFEST_NAME)  # it is the same step
+    ranks(2).run(writer_cases.write_and_end, 11)
+    assert read_root(root).numbers == [10, 11]
+
+
 @contextmanager
 def holding(root: Path, *, with_a_child: bool = False) -> Iterator[Callable[[], None]]:
     """Let another process hold the lock of a root, and give a function that kills it; a child of it may live on till the end."""

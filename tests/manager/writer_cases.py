@@ -57,3 +57,18 @@ def save_after_a_look(step: int) -> str:
             with pytest.raises(ckpt.CheckpointError) as raised:
                 checkpoints.save(step, model=model, optimizer=optimizer)
     return str(raised.value)
+
+
+def restore_and_keep(root: str) -> None:
+    """Restore with a manager that takes no lock of the root before its first save, and keep it."""
+    model, optimizer = build()
+    _kept.append(CheckpointManager(root))
+    _kept[0].restore(model=model, optimizer=optimizer)
+
+
+def refuse_with_the_kept(step: int) -> str:
+    """Save with the manager that was kept, which must be refused, and close it; return what is said."""
+    model, optimizer = build()
+    with _kept.pop() as checkpoints, pytest.raises(ckpt.CheckpointError) as raised:
+        checkpoints.save(step, model=model, optimizer=optimizer)
+    return str(raised.value)

@@ -24,7 +24,7 @@ def manifest() -> Manifest:
 
 
 def test_a_manifest_comes_back_from_its_text_as_it_was(manifest: Manifest) -> None:
-    discarding = replace(manifest, discarded={40: 1_800_000_000_123_456_789, 30: 0})
+    discarding = replace(manifest, discarded={40: 1_800_000_000_123_456_789, 30: 0, 50: "0123456789abcdef"})
     for one in (manifest, discarding):
         assert Manifest.from_json(one.to_json()) == one
     assert "discarded" not in manifest.to_json()  # which older readers don't know
@@ -101,6 +101,9 @@ def test_a_manifest_beyond_its_bound_is_not_written(monkeypatch: pytest.MonkeyPa
         ("discarded", {"40": 1}),
         ("discarded", [[40]]),
         ("discarded", [[40, -1]]),
+        ("discarded", [[40, "0123456789abcde"]]),
+        ("discarded", [[40, "0123456789ABCDEF"]]),
+        ("discarded", [[40, None]]),
     ],
 )
 def test_an_odd_manifest_is_refused(manifest: Manifest, field: str, value: object) -> None:
