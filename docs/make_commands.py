@@ -73,8 +73,11 @@ _TEXT: list[tuple[str, Sequence[str | tuple[str, ...]]]] = [
     ),
     (
         (
-            "**diff** compares two, saved on any numbers of ranks: what they say of themselves and all values, or only some. Its exit "
-            "status is that of `diff`."
+            "**diff** compares two, saved on any numbers of ranks and with any param groups: which keys only one has, which shapes,"
+            " dtypes, hyper-parameters, steps and `extra_state` differ, and, of every other key, how many elements differ in a bit "
+            "and by how much at most: the model's first, and of these those that moved most. `--keys` compares such keys only, "
+            "`--weights-only` parameters and buffers only. Its exit status is that of `diff`. Of stock Paddle's directories, keys "
+            "and values only; of what a manager keeps for each rank by itself, nothing."
         ),
         [
             ("diff", "checkpoints/step_00000100", "checkpoints/step_00000200"),
