@@ -53,6 +53,7 @@ class Runtime:
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
         given_values: what ``set_value`` was given since the last step.
+        gradient_reduction: what is made of the ranks' gradients.
         kept: what others worked out of this model and keep as long as it is sharded, by their own class. They see to it that it is not
             out of date.
     """
@@ -70,7 +71,7 @@ class Runtime:
         self.known_sums = KnownSums(are_trusted=not communicator.alone)
         self.given_values = GivenValues(are_compared=communicator.overall_world_size > 1)
         self.kept: dict[type, Any] = {}
-        self._gradient_mean = gradient_reduction == "mean"
+        self.gradient_reduction = gradient_reduction
         self._prefetcher = Prefetcher(prefetch)
         self._running_forwards = 0
         self._optimizers_stepping = 0
@@ -100,9 +101,9 @@ class Runtime:
         """Whether this rank has gradients that a later step will use."""
         return any(shard.is_unused or (shard.is_left and self.adds_to_left) for shard in self.shards)
 
-    def gradients_used(self) -> None:
-        """A step is about to use the gradients that there are."""
-        for shard in self.shards:
+    def gradients_used(self, shards: Iterable[ParameterShard]) -> None:
+        """A step is about to use the gradients that these parameters have."""
+        for shard in shards:
             shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero
 
     # Errors that Paddle would not let through where they are found.
@@ -301,7 +302,7 @@ class Runtime:
         unit.release()
         if unit.in_backward and unit.backward_calls == 0:
             self._agreement.note("reduce", unit)
-            self._prefetcher.reduce(unit, self._gradient_mean)
+            self._prefetcher.reduce(unit, self.gradient_reduction == "mean")
 
     # Step.
 
@@ -330,10 +331,10 @@ class Runtime:
         average_statistics(self.communicator, self.statistics)
 
     @contextmanager
-    def stepping(self, settings: object) -> Iterator[None]:
-        """A bound optimizer steps inside the block; for ``settings`` see :meth:`begin_step`."""
+    def stepping(self, settings: object, shards: Iterable[ParameterShard]) -> Iterator[None]:
+        """A bound optimizer steps these parameters inside the block; for ``settings`` see :meth:`begin_step`."""
         self.begin_step(settings)
-        self.gradients_used()
+        self.gradients_used(shards)
         self._optimizers_stepping += 1
         try:
             yield
@@ -368,7 +369,7 @@ class Runtime:
             shard.got_gradient = False
         for buffer, pending in zip(buffers, agreed.is_pending, strict=True):
             if pending:
-                buffer.reduce_gradient(self._gradient_mean)
+                buffer.reduce_gradient(self.gradient_reduction == "mean")
         for unit in self.units:
             unit.in_backward = False
             unit.backward_calls = 0

@@ -110,7 +110,7 @@ def local_parameters(model: nn.Layer) -> Iterator[None]:
             yield
     finally:
         runtime.parameters_written(runtime.shards, maybe=True)
-        runtime.gradients_used()  # this is where those step who do it by hand
+        runtime.gradients_used(runtime.shards)  # this is where those step who do it by hand
 
 
 def _shard(model: nn.Layer, plan: ModelPlan, runtime: Runtime) -> Runtime:

@@ -17,6 +17,7 @@ import paddle
 from paddle.regularizer import L1Decay, L2Decay
 
 from ..errors import counted
+from ..fsdp import ShardedParameter
 from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
 from .fused_tensors import real_decay
 from .parameters import SteppedParameter, parameter_groups
@@ -36,6 +37,9 @@ _ROUNDED: dict[str, dict[str, str]] = {"Rprop": {"learning_rate_range": "_learni
 """The same, where a first step rounds it, see :func:`_as_stepped`."""
 
 _NO_ATTRIBUTES: dict[str, Any] = {}
+
+_MAY_BE_UNKNOWN = {"gradient_reduction"}
+"""What older checkpoints, and models that our runtime didn't cut, don't say."""
 
 _CLIP_SETTINGS = ("clip_norm", "min", "max", "auto_skip_clip")
 
@@ -108,6 +112,9 @@ def _traits(
         traits.append([id(group_of.get(id(parameter))) for parameter in held])
     if decays:
         traits.append([decays.get(id(parameter), True) for parameter in held])
+    reductions = [_gradient_reduction(parameter) for parameter in held]
+    if any(reductions):
+        traits.append(reductions)
     if getattr(optimizer, "_lr_ratio", None) is not None:
         traits.append([json.dumps(_lr_ratio(optimizer, one)) for one in parameters])
     return zip(*traits, strict=True)
@@ -123,7 +130,7 @@ def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[st
 
     Args:
         saved: what :func:`describe_hyperparameters` returned when the checkpoint was saved; of several optimizers, end to end.
-        now: the same of now. A setting that only one of them knows differs from None.
+        now: the same of now. A setting that only one of them knows differs from None, save for what is allowed to be unknown.
 
     Returns:
         A sentence for each difference that parameters share: ``AdamW, 12 parameters (first 'a.weight'): weight_decay was saved as 0.1
@@ -158,7 +165,7 @@ def _unequal(saved: JsonValue, now: JsonValue) -> Iterator[tuple[str, JsonValue,
         return
     for what in sorted({*saved["settings"], *now["settings"]}):
         was, is_now = saved["settings"].get(what), now["settings"].get(what)
-        if was != is_now:
+        if was != is_now and not (what in _MAY_BE_UNKNOWN and None in (was, is_now)):
             yield what, was, is_now
 
 
@@ -191,6 +198,9 @@ def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, d
             "need_clip": clip is None or bool(getattr(parameter, "need_clip", True)),
         }
     )
+    reduction = _gradient_reduction(parameter)
+    if reduction is not None:
+        settings["gradient_reduction"] = reduction
     regularizer = _regularizer(optimizer, group, parameter, cls)
     if cls == "AdamW":
         coefficient = float(group["weight_decay"] if in_groups else optimizer._weight_decay)
@@ -200,6 +210,11 @@ def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, d
     else:
         settings["weight_decay"] = regularizer
     return settings
+
+
+def _gradient_reduction(parameter: Any) -> str | None:
+    """Return what is made of the ranks' gradients; None where our runtime doesn't do it."""
+    return parameter._shard.unit.runtime.gradient_reduction if isinstance(parameter, ShardedParameter) else None
 
 
 def _paddles_class(optimizer: Any) -> str:
