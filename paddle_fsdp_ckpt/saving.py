@@ -220,6 +220,7 @@ def prepare_save(
                 f"buffers of dtypes that a checkpoint can't hold: {listing(strange)}; nothing was saved. Register what can be computed "
                 "anew with persistable=False, and of complex numbers keep paddle.as_real(...)"
             )
+        subjects.sharding.check_intact()
         if subjects.sharding.gradients_pending:
             warn_caller("save between backward and step: gradients are not saved; save after step() and clear_grad()")
         base: JsonValue = None

@@ -69,6 +69,11 @@ class SeveralModels(Sharding):
         """Of any of them."""
         return any(sharding.gradients_pending for _, sharding in self.cut.values())
 
+    def check_intact(self) -> None:
+        """Ask each of them."""
+        for _, sharding in self.cut.values():
+            sharding.check_intact()
+
     @property
     def written(self) -> int:
         """Of all of them."""

@@ -13,6 +13,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import ShardingError, UnboundOptimizerError
 from ..layout import Range, Slot
+from .lent_memory import LentMemory, say_held
 from .parameter import ShardedParameter
 from .sharded_weights import elementwise
 from .tensors import dtype_name, flat_view
@@ -64,6 +65,8 @@ class ParameterShard:
         self._parameter = weakref.ref(parameter)
         self._clear_data()
         self._local: paddle.Tensor | None = None
+        self._lent: LentMemory | None = None
+        self._lent_gradient: tuple[paddle.Tensor, LentMemory] | None = None
 
     @property
     def parameter(self) -> ShardedParameter:
@@ -128,16 +131,44 @@ class ParameterShard:
         parameter = self.parameter
         filled = self._filled_version, self._filled_address
         changed = parameter._is_initialized() and (parameter.inplace_version, parameter.data_ptr()) != filled
+        if changed and dtype_name(parameter) != self.buffer.layout.dtype and self.buffer.communicator.alone:
+            what = f"{say_held(parameter)}: it may lie over the weights of unit '{self.unit.name}' beside it too"
+            self.unit.runtime.lost.note(self.buffer.shards, self._say_lost("a forward", what))
         self._clear_data()
         return changed
 
     def show_local(self) -> None:
         """Let the parameter be this rank's piece, 1-D, sharing the shard's memory."""
-        self.parameter.get_tensor()._share_data_with(self.local.get_tensor())
+        if self._lent is None:
+            self._lent = LentMemory(self.local, is_apart=self.buffer.is_lent_apart)
+        self._lent.lend(self.parameter)
 
     def hide_local(self) -> None:
-        """End :meth:`show_local`."""
+        """End :meth:`show_local`. What can't be taken over of what was written is noted as lost."""
+        assert self._lent is not None
+        if not (self._lent.is_kept(self.parameter) or self._lent.take_over(self.parameter)):
+            self._note_lost(self._lent)
+            self._lent.lend(self.parameter)  # for its dtype
         self._clear_data()
+
+    def _note_lost(self, lent: LentMemory) -> None:
+        if not self.buffer.is_lent_apart:
+            so = f"it may lie over the weights of unit '{self.unit.name}' beside it too"
+        elif lent.overwritten(self.parameter):
+            so = "it lies over the values that this rank kept of it, and over no others"
+        else:
+            so = "it was written elsewhere and is lost, and this rank keeps the values from before"
+        shards = [self] if self.buffer.is_lent_apart else self.buffer.shards
+        what = f"{say_held(self.parameter)}: {so}"
+        self.unit.runtime.lost.note(shards, self._say_lost("local_parameters, or a step", what))
+
+    def _say_lost(self, where: str, what: str) -> str:
+        return (
+            f"{self.describe()}: inside {where}, it was made another tensor than it was: it {what}. Paddle does so where values of "
+            "another dtype or shape are assigned (paddle.assign), by cast_, and where other memory is shared with it. Write "
+            f"{self.buffer.layout.dtype} of its own shape to it, as by paddle.assign(values.astype(p.dtype), p). Nothing goes on before its "
+            "values are given again, on all ranks: by load, load_full_state_dict or set_value"
+        )
 
     def _clear_data(self) -> None:
         # Without memory Paddle refuses to compute with the parameter, also where a graph saved it.
@@ -171,6 +202,7 @@ class ParameterShard:
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
+        self.unit.runtime.lost.forget([self])
         self.unit.changed([self])
         self.unit.runtime.parameters_written([self])
 
@@ -249,6 +281,7 @@ class ParameterShard:
         self.unit.runtime.reduce_pending_gradients()
         if not self.has_gradient or not self.range.numel:
             return None
+        self.check_lent_gradient()
         return self._gradient_view()
 
     def set_gradient(self, value: paddle.Tensor | None) -> None:
@@ -265,15 +298,49 @@ class ParameterShard:
             )
         self.has_gradient = True
         self.is_zero = False
+        self._lent_gradient = None
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(value.astype(dtype), self._gradient_view())
 
     def _gradient_view(self) -> paddle.Tensor:
-        return flat_view(self.buffer.gradient_shard(), self.buffer_range)
+        shard = self.buffer.gradient_shard()  # which makes zeros of what was cleared
+        if self._lent_gradient is None:
+            view = flat_view(shard, self.buffer_range)
+            lent = LentMemory(view, is_apart=self.buffer.is_lent_apart)
+            lent.lend(view)
+            self._lent_gradient = view, lent
+        elif self._lent_gradient[0].shape != [self.range.numel]:
+            self._lent_gradient[1].lend(self._lent_gradient[0])
+        return self._lent_gradient[0]
+
+    def lost_gradient(self) -> str | None:
+        """Return what was done to the tensor that was handed out as the gradient, so that its values can't be used; None where nothing was."""
+        if self._lent_gradient is None:
+            return None
+        view, lent = self._lent_gradient
+        if lent.is_kept(view):
+            return None
+        dtype = self.buffer.layout.gradient_dtype
+        beside = "" if self.buffer.is_lent_apart else f", and gradients of unit '{self.unit.name}' beside it may be garbled"
+        return (
+            f"{self.describe()}: its gradient was made something else than this rank's piece of it, as paddle.assign and cast_ do: it "
+            f"{say_held(view)}{beside}. Write {dtype} of shape [{self.range.numel}] to it, or set p.grad; this one goes by clear_grad()"
+        )
+
+    def check_lent_gradient(self) -> None:
+        """Raise where the gradient was lost.
+
+        Raises:
+            ShardingError: it says what was done to it.
+        """
+        lost = self.lost_gradient()
+        if lost is not None:
+            raise ShardingError(lost)
 
     def clear_gradient(self, set_to_zero: bool) -> None:
         """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
+        self._lent_gradient = None
         self.has_gradient = self.has_gradient and set_to_zero
         self.is_unused = self.is_left = False
         self.is_zero = True
@@ -284,6 +351,7 @@ class ParameterShard:
 
     def reset_gradient(self, present: bool) -> None:
         """Let there be a gradient of zeros, or none, whatever there was; the same on every rank."""
+        self._lent_gradient = None
         self.got_gradient = self.is_unused = self.is_left = False
         self.has_gradient = present
         self.is_zero = True

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -21,6 +22,7 @@ from .communication import Communicator
 from .given_values import GivenValues
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
+from .lost_values import LostValues
 from .lost_writes import LostWrites
 from .parameter_shard import ParameterShard
 from .prefetching import Prefetcher
@@ -53,6 +55,7 @@ class Runtime:
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
         given_values: what ``set_value`` was given since the last step.
+        lost: the parameters whose values were lost on this rank.
         gradient_reduction: what is made of the ranks' gradients.
         kept: what others worked out of this model and keep as long as it is sharded, by their own class. They see to it that it is not
             out of date.
@@ -70,6 +73,7 @@ class Runtime:
         # Alone, a rank has whole weights, so that what a forward writes to them past Paddle's counting stays.
         self.known_sums = KnownSums(are_trusted=not communicator.alone)
         self.given_values = GivenValues(are_compared=communicator.overall_world_size > 1)
+        self.lost = LostValues()
         self.kept: dict[type, Any] = {}
         self.gradient_reduction = gradient_reduction
         self._prefetcher = Prefetcher(prefetch)
@@ -175,6 +179,7 @@ class Runtime:
     def begin_forward(self, units: Sequence[Unit]) -> None:
         """A layer that needs ``units`` begins its forward."""
         self.raise_failure()
+        self.lost.check()
         if self._showing_local:
             raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
         if self._running_forwards == 0 and not running_backwards():
@@ -341,6 +346,16 @@ class Runtime:
         finally:
             self._optimizers_stepping -= 1
 
+    def settle_gradients(self) -> None:
+        """Reduce what is pending, and raise on all ranks where a gradient was lost on any. A collective operation."""
+        if self.gradients_pending:
+            self._reduce_gradients()
+            return
+        lost = self.lost.vote(self.shards)
+        agreed = int(self.communicator.max_of_integers(np.array([lost], dtype=np.int32))[0])
+        if agreed:
+            self.lost.raise_voted(self.shards[agreed - 1])
+
     def reduce_pending_gradients(self) -> None:
         """Reduce the gradients that are still pending. A collective operation where there are any."""
         if self.gradients_pending:
@@ -354,9 +369,12 @@ class Runtime:
             shards,
             buffers,
             written=self._lost_writes.take(),
+            lost=self.lost.vote(shards),
             settings=settings,
             given=self.given_values.checksum,
         )
+        if agreed.lost:
+            self.lost.raise_voted(shards[agreed.lost - 1])
         self.given_values.clear()
         if agreed.written:
             raise ShardingError(
@@ -381,6 +399,7 @@ class Runtime:
         fresh = [shard for shard in shards if shard.index not in self._showing_local]
         self.release_all()
         self.check_unwritten()
+        self.lost.check()
         for shard in fresh:
             self._showing_local.add(shard.index)
             shard.show_local()
@@ -392,6 +411,7 @@ class Runtime:
                 self._showing_local.discard(shard.index)
             for unit in {shard.unit.index: shard.unit for shard in fresh}.values():
                 unit.changed([shard for shard in fresh if shard.unit is unit])
+        self.lost.check()
 
     def check_unwritten(self) -> None:
         """Raise where a parameter was given memory while it was sharded, so that what was written is not in the shard.
@@ -416,6 +436,7 @@ class Runtime:
 
     def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
         """Tell those who keep copies of these parameters that they have new values, or that they may have."""
+        shards = [shard for shard in shards if not self.lost.has(shard)]
         for observer in self.observers:
             observer.parameters_written(shards, maybe=maybe)
 

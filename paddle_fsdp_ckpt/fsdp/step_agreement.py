@@ -32,11 +32,13 @@ class Agreed(NamedTuple):
         got_gradient: for each parameter, whether a gradient arrived.
         is_pending: for each flat buffer, whether it has gradients to reduce.
         written: 1 + the index of a unit that was written to inside a forward, or 0.
+        lost: 1 + the index of a parameter whose values or gradient were lost, or 0.
     """
 
     got_gradient: list[bool]
     is_pending: list[bool]
     written: int
+    lost: int
 
 
 class StepAgreement:
@@ -58,6 +60,7 @@ class StepAgreement:
         buffers: Sequence[LiveBuffer],
         *,
         written: int,
+        lost: int,
         settings: object,
         given: int,
     ) -> Agreed:
@@ -68,6 +71,7 @@ class StepAgreement:
             shards: all parameters.
             buffers: all flat buffers.
             written: this rank's, see :class:`Agreed`.
+            lost: the same.
             settings: of the optimizer that is about to step; None of none.
             given: a checksum of 24 bits of what ``set_value`` was given.
 
@@ -76,7 +80,7 @@ class StepAgreement:
         """
         flags: list[int] = [shard.got_gradient for shard in shards]
         flags += [buffer.has_pending_gradient for buffer in buffers]
-        flags += [written]
+        flags += [written, lost]
         frozen = bytes(shard.parameter.stop_gradient for shard in shards)
         present = bytes(shard.has_gradient for shard in shards)
         # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
@@ -86,5 +90,5 @@ class StepAgreement:
             if largest != -smallest:
                 raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
         self._journal = 0
-        got, pending = agreed[: len(shards)], agreed[len(shards) : len(flags) - 1]
-        return Agreed(list(map(bool, got)), list(map(bool, pending)), agreed[len(flags) - 1])
+        got, pending = agreed[: len(shards)], agreed[len(shards) : len(flags) - 2]
+        return Agreed(list(map(bool, got)), list(map(bool, pending)), *agreed[len(flags) - 2 : len(flags)])

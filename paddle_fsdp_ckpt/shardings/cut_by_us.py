@@ -42,6 +42,10 @@ class CutByUs(Sharding):
         """What the runtime says."""
         return self.runtime.awaits_step
 
+    def check_intact(self) -> None:
+        """Ask the runtime."""
+        self.runtime.lost.check()
+
     @property
     def written(self) -> int:
         """The runtime's own."""
@@ -199,4 +203,5 @@ class CutByUs(Sharding):
             unit.changed(own)
             changed += own
         self.runtime.given_values.forget(changed)
+        self.runtime.lost.forget(changed)
         self.runtime.parameters_written([shard for shard in changed if id(shard) not in loaded])

@@ -99,6 +99,13 @@ class Sharding(ABC):
         """Whether there are gradients that a later step will use; false where nobody knows."""
         return False
 
+    def check_intact(self) -> None:
+        """Raise where weights were lost on this rank, so that they can't be stored.
+
+        Raises:
+            ShardingError: it says how, and the way out.
+        """
+
     @property
     def written(self) -> int:
         """What stands for the whole values that parameters were given since the last step; the same on every rank."""
