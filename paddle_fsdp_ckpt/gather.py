@@ -89,7 +89,7 @@ def iter_full_parameters(
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
     is_receiver = receives(sharding, to_rank)  # after that, so that an error of one rank is one of all
-    sharding.communicator.raise_together(_why_lost(sharding) or receiving_error(device if is_receiver else None, dtype))
+    sharding.communicator.raise_together(sharding.lost_weights() or receiving_error(device if is_receiver else None, dtype))
     return _iterate(_Gathering(sharding.communicator, wanted, dtype), is_wanted, dtype, device, is_receiver)
 
 
@@ -161,15 +161,6 @@ def receives(sharding: Sharding, to_rank: int | None) -> bool:
     if to_rank is not None and not (is_number and 0 <= to_rank < world_size):
         raise CheckpointError(f"to_rank is {to_rank!r:.100}, and the ranks that train the model are 0 to {world_size - 1}")
     return to_rank in (None, rank)
-
-
-def _why_lost(sharding: Sharding) -> CheckpointError | None:
-    """Return the error of weights that were lost on this rank, or None."""
-    try:
-        sharding.check_intact()
-    except ShardingError as error:
-        return error
-    return None
 
 
 def receiving_error(device: Any, dtype: str | None = None) -> CheckpointError | None:

@@ -34,7 +34,9 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
     """
     check_tensors(model)
     sharding = sharding_of(model)
-    sharding.check_intact()
+    lost = sharding.lost_weights()
+    if lost is not None:
+        raise lost
     sharding.warn_of_cuts()
     if sharding.known_sums is not None:
         sharding.known_sums.are_trusted = False  # whoever has the views may write to them, at any time

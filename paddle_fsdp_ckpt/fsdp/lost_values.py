@@ -31,14 +31,19 @@ class LostValues:
         """Tell whether a parameter is one of them."""
         return shard.index in self._said
 
+    def error(self) -> ShardingError | None:
+        """Return what says how one lost them; None where none did."""
+        return next((ShardingError(message) for message in self._said.values()), None)
+
     def check(self) -> None:
         """Raise where there is one.
 
         Raises:
             ShardingError: it says what was done.
         """
-        for message in self._said.values():
-            raise ShardingError(message)
+        error = self.error()
+        if error is not None:
+            raise error
 
     def vote(self, shards: Sequence[ParameterShard]) -> int:
         """Return 1 + the index of one, or of a parameter whose gradient was lost, for the ranks to compare; 0 where there is none."""
@@ -46,15 +51,16 @@ class LostValues:
             return 1 + max(self._said)
         return max((1 + shard.index for shard in shards if shard.lost_gradient() is not None), default=0)
 
-    def raise_voted(self, shard: ParameterShard) -> None:
-        """Raise what is known here of the parameter that some rank named.
+    def raise_voted(self, shards: Sequence[ParameterShard], voted: int) -> None:
+        """Raise this rank's own error, or one that names the parameter which another rank voted for.
 
         Raises:
             ShardingError: always.
         """
         self.check()
-        shard.check_lent_gradient()
+        for shard in shards:
+            shard.check_lent_gradient()
         raise ShardingError(
-            f"{shard.describe()}: on another rank its values or its gradient were lost, by a write of another dtype or shape; its own error "
-            "says how. Nothing was stepped"
+            f"{shards[voted - 1].describe()}: on another rank its values or its gradient were lost, by a write of another dtype or shape; "
+            "the error there says how. Nothing was stepped"
         )

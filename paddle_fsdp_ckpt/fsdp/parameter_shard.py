@@ -38,6 +38,7 @@ class ParameterShard:
         is_zero: its gradient, if it has one, is the zeros that ``clear_grad()`` leaves.
         is_unused: a gradient arrived on this rank that no step has used.
         is_left: a step has used its gradient, other than such zeros, and nobody cleared it since.
+        is_dropped: ``p.grad = None`` was said of a piece on this rank since the ranks last agreed on which gradients there are.
         is_sentinel: its optimizer looks at the mark that stands for its gradient, see :meth:`is_mark_scaled`.
         changes: how often this rank's piece was, or may have been, written to.
     """
@@ -55,6 +56,7 @@ class ParameterShard:
         self.is_zero = True
         self.is_unused = False
         self.is_left = False
+        self.is_dropped = False
         self.is_sentinel = False
         self._is_marked = False
         self.changes = 0
@@ -166,8 +168,8 @@ class ParameterShard:
         return (
             f"{self.describe()}: inside {where}, it was made another tensor than it was: it {what}. Paddle does so where values of "
             "another dtype or shape are assigned (paddle.assign), by cast_, and where other memory is shared with it. Write "
-            f"{self.buffer.layout.dtype} of its own shape to it, as by paddle.assign(values.astype(p.dtype), p). Nothing goes on before its "
-            "values are given again, on all ranks: by load, load_full_state_dict or set_value"
+            f"{self.buffer.layout.dtype} of its own shape to it, as by paddle.assign(values.astype(p.dtype), p). Nothing goes on before "
+            "its values are given again, on all ranks: by load, load_full_state_dict or set_value"
         )
 
     def _clear_data(self) -> None:
@@ -289,6 +291,7 @@ class ParameterShard:
         self.unit.runtime.reduce_pending_gradients()
         if value is None:
             self.clear_gradient(set_to_zero=False)
+            self.is_dropped = self.range.numel > 0
             return
         dtype = self.buffer.layout.gradient_dtype
         if list(value.shape) != [self.range.numel] or dtype_name(value) not in (dtype, self.buffer.layout.dtype):
@@ -297,7 +300,7 @@ class ParameterShard:
                 f"give this rank's piece, shape [{self.range.numel}], in {dtype}"
             )
         self.has_gradient = True
-        self.is_zero = False
+        self.is_dropped = self.is_zero = False
         self._lent_gradient = None
         if self.range.numel:
             with paddle.no_grad():
@@ -315,7 +318,7 @@ class ParameterShard:
         return self._lent_gradient[0]
 
     def lost_gradient(self) -> str | None:
-        """Return what was done to the tensor that was handed out as the gradient, so that its values can't be used; None where nothing was."""
+        """Say what was done to the tensor that was handed out as the gradient, so that its values can't be used; None where nothing."""
         if self._lent_gradient is None:
             return None
         view, lent = self._lent_gradient

@@ -108,7 +108,8 @@ class Runtime:
     def gradients_used(self, shards: Iterable[ParameterShard]) -> None:
         """A step is about to use the gradients that these parameters have."""
         for shard in shards:
-            shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero
+            # A rank that keeps nothing of it may not learn that others drop it.
+            shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero and shard.range.numel > 0
 
     # Errors that Paddle would not let through where they are found.
 
@@ -354,7 +355,7 @@ class Runtime:
         lost = self.lost.vote(self.shards)
         agreed = int(self.communicator.max_of_integers(np.array([lost], dtype=np.int32))[0])
         if agreed:
-            self.lost.raise_voted(self.shards[agreed - 1])
+            self.lost.raise_voted(self.shards, agreed)
 
     def reduce_pending_gradients(self) -> None:
         """Reduce the gradients that are still pending. A collective operation where there are any."""
@@ -374,7 +375,7 @@ class Runtime:
             given=self.given_values.checksum,
         )
         if agreed.lost:
-            self.lost.raise_voted(shards[agreed.lost - 1])
+            self.lost.raise_voted(shards, agreed.lost)
         self.given_values.clear()
         if agreed.written:
             raise ShardingError(

@@ -154,7 +154,8 @@ def unshard_model(model: nn.Layer) -> None:
     Gradients are dropped. Optimizers that are bound must be unbound by the caller, who also has the last look at their states.
 
     Raises:
-        ShardingError: the model is not sharded, was written to while it was, or is in use.
+        ShardingError: the model is not sharded, was written to while it was, has lost weights on this rank, or is in use.
+        RankFailedError: it has on another.
     """
     runtime = runtime_of(model)
     if runtime is None:
@@ -162,6 +163,7 @@ def unshard_model(model: nn.Layer) -> None:
     runtime.check_closable()
     runtime.release_all()
     runtime.check_unwritten()
+    runtime.communicator.raise_together(runtime.lost.error())
     model.__dict__.pop(_HOOKS_ATTRIBUTE).close()
     for buffer in runtime.buffers:
         buffer.gather()

@@ -20,9 +20,12 @@ _DIFFERENCES = (
     "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
     "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
     "differ in the optimizer's learning rate, or in another setting, or some read p.grad where others step; do the same on every rank",
-    "differ in which parameters have a gradient from before; call clear_grad alike on every rank",
+    "differ in which parameters have a gradient from before; call clear_grad alike on every rank, or set p.grad to None on all that keep "
+    + "a piece of p (on others it is None anyway)",
     "gave set_value other values, or some none; call it on every rank with the same value, or load_full_state_dict(from_rank=0)",
 )
+_OF_PRESENCE = 3
+"""The one of these that is looked at again, see :func:`_settle_presence`."""
 
 
 class Agreed(NamedTuple):
@@ -86,9 +89,31 @@ class StepAgreement:
         # Of 24 bits, so that each value and its negative fit an int32; where all have the same, the largest of both are opposite.
         alike = [self._journal, *(zlib.crc32(text) & 0xFFFFFF for text in (frozen, repr(settings).encode(), present)), given]
         agreed = communicator.max_of_integers(np.array([*flags, *alike, *(-value for value in alike)], dtype=np.int32)).tolist()
-        for largest, smallest, problem in zip(agreed[-10:-5], agreed[-5:], _DIFFERENCES, strict=True):
-            if largest != -smallest:
+        unequal = [largest != -smallest for largest, smallest in zip(agreed[-10:-5], agreed[-5:], strict=True)]
+        if sum(unequal) == 1 and unequal[_OF_PRESENCE]:
+            unequal[_OF_PRESENCE] = not _settle_presence(communicator, shards)
+        for is_unequal, problem in zip(unequal, _DIFFERENCES, strict=True):
+            if is_unequal:
                 raise ShardingError(f"weights or gradients would be mixed up, so nothing was stepped: the ranks {problem}")
+        for shard in shards:
+            shard.is_dropped = False
         self._journal = 0
         got, pending = agreed[: len(shards)], agreed[len(shards) : len(flags) - 2]
         return Agreed(list(map(bool, got)), list(map(bool, pending)), *agreed[len(flags) - 2 : len(flags)])
+
+
+def _settle_presence(communicator: Communicator, shards: Sequence[ParameterShard]) -> bool:
+    """Drop gradients that the ranks which keep a piece of them dropped; tell whether ranks agree then. A collective operation.
+
+    ``if p.grad is not None: p.grad = None`` does nothing on a rank that keeps nothing of a parameter, since it sees no gradient.
+    """
+    kept = [shard.has_gradient and shard.range.numel > 0 for shard in shards]
+    absent = [not shard.has_gradient for shard in shards]
+    found = communicator.max_of_integers(np.array([*kept, *absent], dtype=np.int32)).astype(bool)
+    is_kept, is_absent = found[: len(shards)], found[len(shards) :]
+    if (is_kept & is_absent).any():
+        return False
+    for shard, kept_somewhere in zip(shards, is_kept.tolist(), strict=True):
+        if not kept_somewhere:
+            shard.has_gradient = False
+    return True

@@ -42,9 +42,13 @@ class CutByUs(Sharding):
         """What the runtime says."""
         return self.runtime.awaits_step
 
-    def check_intact(self) -> None:
-        """Ask the runtime."""
-        self.runtime.lost.check()
+    def dropped_gradients(self) -> list[str]:
+        """Return those that the user set to None."""
+        return [shard.slot.name for shard in self.runtime.shards if shard.is_dropped and not self.has_gradient(shard)]
+
+    def lost_weights(self) -> ShardingError | None:
+        """Return what the runtime knows."""
+        return self.runtime.lost.error()
 
     @property
     def written(self) -> int:

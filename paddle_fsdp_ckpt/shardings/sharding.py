@@ -99,12 +99,13 @@ class Sharding(ABC):
         """Whether there are gradients that a later step will use; false where nobody knows."""
         return False
 
-    def check_intact(self) -> None:
-        """Raise where weights were lost on this rank, so that they can't be stored.
+    def dropped_gradients(self) -> list[str]:
+        """Return the first names of the parameters whose gradient this rank dropped, as it keeps a piece, and others may not know it."""
+        return []
 
-        Raises:
-            ShardingError: it says how, and the way out.
-        """
+    def lost_weights(self) -> ShardingError | None:
+        """Return the error that says how weights were lost on this rank, so that they can't be stored; None where none were."""
+        return None
 
     @property
     def written(self) -> int:
