@@ -40,6 +40,7 @@ class LiveBuffer:
             ParameterShard(self, slot, first_index + position, parameter)
             for position, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
+        self.dtype = self.shard.dtype
         self.is_lent_apart = ends_with_piece(self.shard)
         self._local_pieces = sum(shard.range.numel > 0 for shard in self.shards)
 

@@ -133,9 +133,12 @@ class ParameterShard:
         parameter = self.parameter
         filled = self._filled_version, self._filled_address
         changed = parameter._is_initialized() and (parameter.inplace_version, parameter.data_ptr()) != filled
-        if changed and dtype_name(parameter) != self.buffer.layout.dtype and self.buffer.communicator.alone:
+        # Paddle doesn't count that. Where a rank is alone, the whole buffer is its shard; elsewhere LostWrites sees it.
+        if self.buffer.communicator.alone and parameter._is_initialized() and parameter.dtype is not self.buffer.dtype:
+            changed = True
             what = f"{say_held(parameter)}: it may lie over the weights of unit '{self.unit.name}' beside it too"
             self.unit.runtime.lost.note(self.buffer.shards, self._say_lost("a forward", what))
+            self.show_local()  # for its dtype
         self._clear_data()
         return changed
 

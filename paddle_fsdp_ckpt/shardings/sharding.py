@@ -11,6 +11,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from ..errors import ShardingError
 from ..fsdp import Communicator, KnownSums, ParameterShard, named_buffers, replicated
 from ..layout import FlatBuffer, Range
 from ..optim import OptimizerState, StateKind, SteppedParameter, optimizer_states, replace_states
