@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+MAY_BE_UNKNOWN = {"gradient_reduction"}
+"""Settings that older checkpoints, and those of models that our runtime didn't cut, don't say: no difference to one that does."""
+
 
 class StateKind(Enum):
     """What one accumulator of one parameter holds."""

@@ -97,10 +97,12 @@ def _outline(unit: UnitPlan) -> object:
 def local_parameters(model: nn.Layer) -> Iterator[None]:
     """Inside the block each parameter of a sharded model is this rank's piece of it: 1-D, sharing the shard's memory.
 
-    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays.
+    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays, in the parameter's own
+    dtype.
 
     Raises:
-        ShardingError: the model is not sharded.
+        ShardingError: the model is not sharded; or, when the block ends, a parameter was made a tensor of another dtype or shape, as by
+            ``paddle.assign(float64_values, p)``. No rank steps, saves or hands out weights then before the parameter is given values.
     """
     runtime = runtime_of(model)
     if runtime is None:

@@ -19,6 +19,7 @@ from paddle.regularizer import L1Decay, L2Decay
 from ..errors import counted
 from ..fsdp import ShardedParameter
 from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
+from ..optimizer_states import MAY_BE_UNKNOWN
 from .fused_tensors import real_decay
 from .parameters import SteppedParameter, parameter_groups
 from .schedule import JsonValue
@@ -37,9 +38,6 @@ _ROUNDED: dict[str, dict[str, str]] = {"Rprop": {"learning_rate_range": "_learni
 """The same, where a first step rounds it, see :func:`_as_stepped`."""
 
 _NO_ATTRIBUTES: dict[str, Any] = {}
-
-_MAY_BE_UNKNOWN = {"gradient_reduction"}
-"""What older checkpoints, and models that our runtime didn't cut, don't say."""
 
 _CLIP_SETTINGS = ("clip_norm", "min", "max", "auto_skip_clip")
 
@@ -163,9 +161,14 @@ def _unequal(saved: JsonValue, now: JsonValue) -> Iterator[tuple[str, JsonValue,
     if saved["optimizer"] != now["optimizer"]:
         yield "the optimizer", saved["optimizer"], now["optimizer"]
         return
-    for what in sorted({*saved["settings"], *now["settings"]}):
-        was, is_now = saved["settings"].get(what), now["settings"].get(what)
-        if was != is_now and not (what in _MAY_BE_UNKNOWN and None in (was, is_now)):
+    yield from unequal_settings(saved["settings"], now["settings"])
+
+
+def unequal_settings(saved: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    """Yield name and both values of each setting that differs, and is not one that may be unknown."""
+    for what in sorted({*saved, *now}):
+        was, is_now = saved.get(what), now.get(what)
+        if was != is_now and not (what in MAY_BE_UNKNOWN and None in (was, is_now)):
             yield what, was, is_now
 
 

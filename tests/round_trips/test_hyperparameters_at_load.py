@@ -12,6 +12,7 @@ from harness import RankPool
 from paddle import nn
 
 import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.export.difference import compare
 
 Ranks = Callable[[int], RankPool]
 
@@ -124,6 +125,9 @@ def test_another_gradient_reduction_is_reported(ranks: Ranks, tmp_path: Path, wo
     assert ranks(world_size).run(reduced, "sum", path, "load") == [[]] * world_size
     for differences in ranks(world_size).run(reduced, "mean", path, "load"):
         assert differences == ["SGD, 3 parameters (first 'first.weight'): gradient_reduction was saved as 'sum' and is 'mean' now"]
+    ranks(world_size).run(reduced, "mean", f"{path} of means", "save")
+    (fact,) = compare(Path(path), Path(f"{path} of means")).facts
+    assert (fact.what, fact.one, fact.other, fact.parameters) == ("gradient_reduction", "sum", "mean", 3)
 
 
 def test_a_gradient_reduction_that_nobody_knows_is_no_difference(ranks: Ranks, tmp_path: Path) -> None:
@@ -133,3 +137,4 @@ def test_a_gradient_reduction_that_nobody_knows_is_no_difference(ranks: Ranks, t
     ranks(1).run(reduced, "sum", cut, "save")
     assert ranks(1).run(reduced, "sum", plain, "load") == [[]]
     assert ranks(1).run(reduced, None, cut, "load") == [[]]
+    assert not compare(Path(plain), Path(cut)).facts
