@@ -278,16 +278,19 @@ class ParameterShard:
                 "call bind_optimizer(opt), or opt.step() inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
 
-    def gradient(self) -> paddle.Tensor | None:
+    def gradient(self, *, steps: bool = False) -> paddle.Tensor | None:
         """Return this rank's piece of the gradient, 1-D, reduced over the ranks; None without one or without a piece.
 
         Of a 16-bit parameter it is float32.
+
+        Args:
+            steps: whether an optimizer gets it, which doesn't put another tensor in its place, so that nobody need look later.
         """
         self.unit.runtime.reduce_pending_gradients()
         if not self.has_gradient or not self.range.numel:
             return None
         self.check_lent_gradient()
-        return self._gradient_view()
+        return flat_view(self.buffer.gradient_shard(), self.buffer_range) if steps else self._gradient_view()
 
     def set_gradient(self, value: paddle.Tensor | None) -> None:
         """Replace this rank's piece of the gradient, by one in its dtype or in the parameter's; None drops it."""
