@@ -90,7 +90,7 @@ def iter_full_parameters(
     asked = repr(([[slot.names for slot in slots] for _, slots in wanted], dtype, to_rank))
     sharding.communicator.check_same("what is asked of iter_full_parameters", asked)
     is_receiver = receives(sharding, to_rank)  # after that, so that an error of one rank is one of all
-    sharding.communicator.raise_together(receiving_error(device if is_receiver else None, dtype))
+    sharding.communicator.raise_together(sharding.lost_weights() or receiving_error(device if is_receiver else None, dtype))
     return _iterate(_Gathering(sharding.communicator, wanted, dtype), is_wanted, dtype, device, is_receiver)
 
 

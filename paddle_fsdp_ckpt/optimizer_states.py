@@ -12,6 +12,9 @@ from enum import Enum
 MASTER_WEIGHT_KEY = "w_0"
 """What follows a parameter's name, and a dot, in the key of its master weight."""
 
+MAY_BE_UNKNOWN = {"gradient_reduction"}
+"""Settings that older checkpoints, and those of models that our runtime didn't cut, don't say: no difference to one that does."""
+
 
 def is_master_weight(key: str) -> bool:
     """Tell whether a key is called as that of a master weight."""

@@ -163,6 +163,16 @@ def describe_optimizer(stepper: Stepper) -> dict[str, JsonValue]:
     }
 
 
+def without_gradients(optimizers: JsonValue, dropped: set[str]) -> list[JsonValue]:
+    """Return what :func:`describe_optimizer` returned of each, with these parameters among those without gradient."""
+    changed: list[JsonValue] = []
+    for one in optimizers:
+        held = [name for group in one["groups"] for name in group["parameters"]]
+        bare = dropped | set(one["without_gradient"])
+        changed.append({**one, "without_gradient": [name for name in held if name in bare]})
+    return changed
+
+
 def tied_differences(run: SavedRun, index: CheckpointIndex, model_keys: set[str], tied: Sequence[Sequence[str]]) -> list[str]:
     """Say which names are of one tensor in the model and of several in the checkpoint, or the reverse.
 

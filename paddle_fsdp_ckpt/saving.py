@@ -24,7 +24,7 @@ from .pieces import Piece
 from .progress import long_progress, watching_file
 from .save_comparison import check_same_saving, describe_extra_state, describe_own, has_same_extra_state, is_whole, raise_other_extra_state
 from .save_plan import KnownIndex, SaveMemory, SourcedPlan, StoredTensors, headers_of, memory_of, stored_tensors
-from .saved_run import describe_optimizer
+from .saved_run import describe_optimizer, without_gradients
 from .storage.agreement import COORDINATOR, Rendezvous, exchange
 from .storage.commit import DEFAULT_TIMEOUT_SECONDS, commit_checkpoint
 from .storage.compressed import compressed, decompressed
@@ -220,6 +220,9 @@ def prepare_save(
                 f"buffers of dtypes that a checkpoint can't hold: {listing(strange)}; nothing was saved. Register what can be computed "
                 "anew with persistable=False, and of complex numbers keep paddle.as_real(...)"
             )
+        lost = subjects.sharding.lost_weights()
+        if lost is not None:
+            raise lost
         if subjects.sharding.gradients_pending:
             warn_caller("save between backward and step: gradients are not saved; save after step() and clear_grad()")
         base: JsonValue = None
@@ -262,7 +265,7 @@ def prepare_save(
                 extra_state=extra_state,
                 trainable_only=bool(trainable_only),
             )
-        return {"own": own, "base": base}
+        return {"own": own, "base": base, "dropped": subjects.sharding.dropped_gradients()}
 
     def judge(ranks: list[JsonValue]) -> JsonValue:
         if rendezvous.world_size > 1:
@@ -270,6 +273,10 @@ def prepare_save(
             check_same_saving(owns)
             if not has_same_extra_state(owns):
                 return False
+        dropped = {name for one in ranks for name in one["dropped"]}
+        if dropped:
+            optimizers = without_gradients(prepared[0].manifest.optimizers, dropped)
+            prepared[0] = replace(prepared[0], manifest=replace(prepared[0].manifest, optimizers=optimizers))
         if left_out:
             base = left_out[0].describe([one["base"] for one in ranks])
             prepared[0] = replace(prepared[0], manifest=replace(prepared[0].manifest, base=base))

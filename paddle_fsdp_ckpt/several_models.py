@@ -69,6 +69,14 @@ class SeveralModels(Sharding):
         """Of any of them."""
         return any(sharding.gradients_pending for _, sharding in self.cut.values())
 
+    def dropped_gradients(self) -> list[str]:
+        """Return those of each, by their names here."""
+        return [f"{name}.{one}" for name, (_, sharding) in self.cut.items() for one in sharding.dropped_gradients()]
+
+    def lost_weights(self) -> ShardingError | None:
+        """Return that of any of them."""
+        return next((error for _, sharding in self.cut.values() if (error := sharding.lost_weights()) is not None), None)
+
     @property
     def written(self) -> int:
         """Of all of them."""

@@ -30,10 +30,13 @@ def sharded_state_dict(model: nn.Layer) -> dict[str, ShardedWeight]:
         Buffers, such as BatchNorm's running mean, are replicated.
 
     Raises:
-        ShardingError: the model is a part of a sharded one, holds one, or is distributed by somebody else.
+        ShardingError: the model is a part of a sharded one, holds one, or is distributed by somebody else; or weights were lost.
     """
     check_tensors(model)
     sharding = sharding_of(model)
+    lost = sharding.lost_weights()
+    if lost is not None:
+        raise lost
     sharding.warn_of_cuts()
     if sharding.known_sums is not None:
         sharding.known_sums.are_trusted = False  # whoever has the views may write to them, at any time

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import CorruptCheckpointError, counted
+from ..optimizer_states import MAY_BE_UNKNOWN
 from ..storage.base_parameter import BaseParameter
 from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue, cut_text, parse_json
@@ -139,7 +140,7 @@ def _setting_differences(one: dict[str, dict[str, JsonValue]], other: dict[str, 
         names = [*mine, *(name for name in theirs if name not in mine)] if mine and theirs else [_OPTIMIZER]
         for name in names:
             pair = mine.get(name), theirs.get(name)
-            if _plain(pair[0]) != _plain(pair[1]):
+            if _plain(pair[0]) != _plain(pair[1]) and not (name in MAY_BE_UNKNOWN and None in pair):
                 kind = name, _plain(pair[0]), _plain(pair[1])
                 counts[kind] = counts.get(kind, 0) + 1
                 values[kind] = pair

@@ -8,6 +8,7 @@ import paddle
 
 from ..layout import ITEM_SIZES, FlatBuffer, Slot
 from .communication import Communicator, StartedCollective
+from .lent_memory import ends_with_piece
 from .parameter_shard import ParameterShard
 from .saved_weights import SAVED_WEIGHTS
 from .tensors import flat_view, initialize_if_lazy
@@ -39,6 +40,8 @@ class LiveBuffer:
             ParameterShard(self, slot, first_index + position, parameter)
             for position, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
+        self.dtype = self.shard.dtype
+        self.is_lent_apart = ends_with_piece(self.shard)
         self._local_pieces = sum(shard.range.numel > 0 for shard in self.shards)
 
     def _fuse(self, parameters: list[EagerParamBase]) -> paddle.Tensor:

@@ -70,7 +70,7 @@ class ShardedParameter(EagerParamBase):
     def _grad_ivar(self) -> paddle.Tensor | None:
         # What Paddle's optimizers and GradScaler read.
         stepped_by_hand = self._shard.unit.runtime.check_stepping(self._shard)
-        gradient = self._shard.gradient()
+        gradient = self._shard.gradient(steps=True)
         # Most kernels want the parameter's own dtype. A GradScaler changes what it reads in place, so it gets no copy.
         return gradient.astype(self.dtype) if stepped_by_hand and gradient is not None else gradient
 

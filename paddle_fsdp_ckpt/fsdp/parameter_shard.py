@@ -13,6 +13,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import ShardingError, UnboundOptimizerError
 from ..layout import Range, Slot
+from .lent_memory import LentMemory, say_held
 from .parameter import ShardedParameter
 from .sharded_weights import elementwise
 from .tensors import dtype_name, flat_view
@@ -37,6 +38,7 @@ class ParameterShard:
         is_zero: its gradient, if it has one, is the zeros that ``clear_grad()`` leaves.
         is_unused: a gradient arrived on this rank that no step has used.
         is_left: a step has used its gradient, other than such zeros, and nobody cleared it since.
+        is_dropped: ``p.grad = None`` was said of a piece on this rank since the ranks last agreed on which gradients there are.
         is_sentinel: its optimizer looks at the mark that stands for its gradient, see :meth:`is_mark_scaled`.
         changes: how often this rank's piece was, or may have been, written to.
     """
@@ -54,6 +56,7 @@ class ParameterShard:
         self.is_zero = True
         self.is_unused = False
         self.is_left = False
+        self.is_dropped = False
         self.is_sentinel = False
         self._is_marked = False
         self.changes = 0
@@ -64,6 +67,8 @@ class ParameterShard:
         self._parameter = weakref.ref(parameter)
         self._clear_data()
         self._local: paddle.Tensor | None = None
+        self._lent: LentMemory | None = None
+        self._lent_gradient: tuple[paddle.Tensor, LentMemory] | None = None
 
     @property
     def parameter(self) -> ShardedParameter:
@@ -128,16 +133,47 @@ class ParameterShard:
         parameter = self.parameter
         filled = self._filled_version, self._filled_address
         changed = parameter._is_initialized() and (parameter.inplace_version, parameter.data_ptr()) != filled
+        # Paddle doesn't count that. Where a rank is alone, the whole buffer is its shard; elsewhere LostWrites sees it.
+        if self.buffer.communicator.alone and parameter._is_initialized() and parameter.dtype is not self.buffer.dtype:
+            changed = True
+            what = f"{say_held(parameter)}: it may lie over the weights of unit '{self.unit.name}' beside it too"
+            self.unit.runtime.lost.note(self.buffer.shards, self._say_lost("a forward", what))
+            self.show_local()  # for its dtype
         self._clear_data()
         return changed
 
     def show_local(self) -> None:
         """Let the parameter be this rank's piece, 1-D, sharing the shard's memory."""
-        self.parameter.get_tensor()._share_data_with(self.local.get_tensor())
+        if self._lent is None:
+            self._lent = LentMemory(self.local, is_apart=self.buffer.is_lent_apart)
+        self._lent.lend(self.parameter)
 
     def hide_local(self) -> None:
-        """End :meth:`show_local`."""
+        """End :meth:`show_local`. What can't be taken over of what was written is noted as lost."""
+        assert self._lent is not None
+        if not (self._lent.is_kept(self.parameter) or self._lent.take_over(self.parameter)):
+            self._note_lost(self._lent)
+            self._lent.lend(self.parameter)  # for its dtype
         self._clear_data()
+
+    def _note_lost(self, lent: LentMemory) -> None:
+        if not self.buffer.is_lent_apart:
+            so = f"it may lie over the weights of unit '{self.unit.name}' beside it too"
+        elif lent.overwritten(self.parameter):
+            so = "it lies over the values that this rank kept of it, and over no others"
+        else:
+            so = "it was written elsewhere and is lost, and this rank keeps the values from before"
+        shards = [self] if self.buffer.is_lent_apart else self.buffer.shards
+        what = f"{say_held(self.parameter)}: {so}"
+        self.unit.runtime.lost.note(shards, self._say_lost("local_parameters, or a step", what))
+
+    def _say_lost(self, where: str, what: str) -> str:
+        return (
+            f"{self.describe()}: inside {where}, it was made another tensor than it was: it {what}. Paddle does so where values of "
+            "another dtype or shape are assigned (paddle.assign), by cast_, and where other memory is shared with it. Write "
+            f"{self.buffer.layout.dtype} of its own shape to it, as by paddle.assign(values.astype(p.dtype), p). Nothing goes on before "
+            "its values are given again, on all ranks: by load, load_full_state_dict or set_value"
+        )
 
     def _clear_data(self) -> None:
         # Without memory Paddle refuses to compute with the parameter, also where a graph saved it.
@@ -177,6 +213,7 @@ class ParameterShard:
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(tensor.detach().reshape([-1])[self.range.start : self.range.stop], self.local)
+        self.unit.runtime.lost.forget([self])
         self.unit.changed([self])
         self.unit.runtime.parameters_written([self])
 
@@ -265,21 +302,26 @@ class ParameterShard:
                 "call bind_optimizer(opt), or opt.step() inside `with paddle_fsdp_ckpt.local_parameters(model):`"
             )
 
-    def gradient(self) -> paddle.Tensor | None:
+    def gradient(self, *, steps: bool = False) -> paddle.Tensor | None:
         """Return this rank's piece of the gradient, 1-D, reduced over the ranks; None without one or without a piece.
 
         Of a 16-bit parameter it is float32.
+
+        Args:
+            steps: whether an optimizer gets it, which doesn't put another tensor in its place, so that nobody need look later.
         """
         self.unit.runtime.reduce_pending_gradients()
         if not self.has_gradient or not self.range.numel:
             return None
-        return self._gradient_view()
+        self.check_lent_gradient()
+        return flat_view(self.buffer.gradient_shard(), self.buffer_range) if steps else self._gradient_view()
 
     def set_gradient(self, value: paddle.Tensor | None) -> None:
         """Replace this rank's piece of the gradient, by one in its dtype or in the parameter's; None drops it."""
         self.unit.runtime.reduce_pending_gradients()
         if value is None:
             self.clear_gradient(set_to_zero=False)
+            self.is_dropped = self.range.numel > 0
             return
         dtype = self.buffer.layout.gradient_dtype
         if list(value.shape) != [self.range.numel] or dtype_name(value) not in (dtype, self.buffer.layout.dtype):
@@ -288,18 +330,52 @@ class ParameterShard:
                 f"give this rank's piece, shape [{self.range.numel}], in {dtype}"
             )
         self.has_gradient = True
-        self.is_zero = False
+        self.is_dropped = self.is_zero = False
+        self._lent_gradient = None
         if self.range.numel:
             with paddle.no_grad():
                 paddle.assign(value.astype(dtype), self._gradient_view())
 
     def _gradient_view(self) -> paddle.Tensor:
-        return flat_view(self.buffer.gradient_shard(), self.buffer_range)
+        shard = self.buffer.gradient_shard()  # which makes zeros of what was cleared
+        if self._lent_gradient is None:
+            view = flat_view(shard, self.buffer_range)
+            lent = LentMemory(view, is_apart=self.buffer.is_lent_apart)
+            lent.lend(view)
+            self._lent_gradient = view, lent
+        elif self._lent_gradient[0].shape != [self.range.numel]:
+            self._lent_gradient[1].lend(self._lent_gradient[0])
+        return self._lent_gradient[0]
+
+    def lost_gradient(self) -> str | None:
+        """Say what was done to the tensor that was handed out as the gradient, so that its values can't be used; None where nothing."""
+        if self._lent_gradient is None:
+            return None
+        view, lent = self._lent_gradient
+        if lent.is_kept(view):
+            return None
+        dtype = self.buffer.layout.gradient_dtype
+        beside = "" if self.buffer.is_lent_apart else f", and gradients of unit '{self.unit.name}' beside it may be garbled"
+        return (
+            f"{self.describe()}: its gradient was made something else than this rank's piece of it, as paddle.assign and cast_ do: it "
+            f"{say_held(view)}{beside}. Write {dtype} of shape [{self.range.numel}] to it, or set p.grad; this one goes by clear_grad()"
+        )
+
+    def check_lent_gradient(self) -> None:
+        """Raise where the gradient was lost.
+
+        Raises:
+            ShardingError: it says what was done to it.
+        """
+        lost = self.lost_gradient()
+        if lost is not None:
+            raise ShardingError(lost)
 
     def clear_gradient(self, set_to_zero: bool) -> None:
         """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
         if self.is_left:
             self.unit.runtime.cleared_left()
+        self._lent_gradient = None
         self.has_gradient = self.has_gradient and set_to_zero
         self.is_unused = self.is_left = False
         self.is_zero = True
@@ -310,6 +386,7 @@ class ParameterShard:
 
     def reset_gradient(self, present: bool) -> None:
         """Let there be a gradient of zeros, or none, whatever there was; the same on every rank."""
+        self._lent_gradient = None
         self.got_gradient = self.is_unused = self.is_left = False
         self.has_gradient = present
         self.is_zero = True

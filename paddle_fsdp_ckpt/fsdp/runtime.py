@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -21,6 +22,7 @@ from .communication import Communicator
 from .given_values import GivenValues
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
+from .lost_values import LostValues
 from .lost_writes import LostWrites
 from .parameter_shard import ParameterShard
 from .prefetching import Prefetcher
@@ -54,6 +56,8 @@ class Runtime:
         observers: the optimizers that are bound, as long as they live.
         known_sums: what is remembered of checksums of the parameters.
         given_values: what ``set_value`` was given since the last step.
+        lost: the parameters whose values were lost on this rank.
+        gradient_reduction: what is made of the ranks' gradients.
         kept: what others worked out of this model and keep as long as it is sharded, by their own class. They see to it that it is not
             out of date.
     """
@@ -70,8 +74,9 @@ class Runtime:
         # Alone, a rank has whole weights, so that what a forward writes to them past Paddle's counting stays.
         self.known_sums = KnownSums(are_trusted=not communicator.alone)
         self.given_values = GivenValues(are_compared=communicator.overall_world_size > 1)
+        self.lost = LostValues()
         self.kept: dict[type, Any] = {}
-        self._gradient_mean = gradient_reduction == "mean"
+        self.gradient_reduction = gradient_reduction
         self._prefetcher = Prefetcher(prefetch)
         self._running_forwards = 0
         self._optimizers_stepping = 0
@@ -106,13 +111,14 @@ class Runtime:
         """Whether a forward runs, or ended by an error and no other one, nor a step, has begun since."""
         return self._running_forwards > 0
 
-    def gradients_used(self) -> None:
-        """A step is about to use the gradients that there are."""
+    def gradients_used(self, shards: Iterable[ParameterShard]) -> None:
+        """A step is about to use the gradients that these parameters have."""
         if self._cleared_left:
             # A loop that clears now and then, though not after each step, adds to some between.
             self.adds_to_left, self._added_to_left, self._cleared_left = self._added_to_left, False, False
-        for shard in self.shards:
-            shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero
+        for shard in shards:
+            # A rank that keeps nothing of it may not learn that others drop it.
+            shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero and shard.range.numel > 0
 
     def added_to_left(self) -> None:
         """A backward added to a gradient that a step had used."""
@@ -191,6 +197,7 @@ class Runtime:
     def begin_forward(self, units: Sequence[Unit]) -> None:
         """A layer that needs ``units`` begins its forward."""
         self.raise_failure()
+        self.lost.check()
         if self._showing_local:
             raise ShardingError("a forward of a sharded model can't run inside `with local_parameters(...)`")
         if self._running_forwards == 0 and not running_backwards():
@@ -318,7 +325,7 @@ class Runtime:
         unit.release()
         if unit.in_backward and unit.backward_calls == 0:
             self._agreement.note("reduce", unit)
-            self._prefetcher.reduce(unit, self._gradient_mean)
+            self._prefetcher.reduce(unit, self.gradient_reduction == "mean")
 
     # Step.
 
@@ -347,15 +354,25 @@ class Runtime:
         average_statistics(self.communicator, self.statistics)
 
     @contextmanager
-    def stepping(self, settings: object) -> Iterator[None]:
-        """A bound optimizer steps inside the block; for ``settings`` see :meth:`begin_step`."""
+    def stepping(self, settings: object, shards: Iterable[ParameterShard]) -> Iterator[None]:
+        """A bound optimizer steps these parameters inside the block; for ``settings`` see :meth:`begin_step`."""
         self.begin_step(settings)
-        self.gradients_used()
+        self.gradients_used(shards)
         self._optimizers_stepping += 1
         try:
             yield
         finally:
             self._optimizers_stepping -= 1
+
+    def settle_gradients(self) -> None:
+        """Reduce what is pending, and raise on all ranks where a gradient was lost on any. A collective operation."""
+        if self.gradients_pending:
+            self._reduce_gradients()
+            return
+        lost = self.lost.vote(self.shards)
+        agreed = int(self.communicator.max_of_integers(np.array([lost], dtype=np.int32))[0])
+        if agreed:
+            self.lost.raise_voted(self.shards, agreed)
 
     def reduce_pending_gradients(self) -> None:
         """Reduce the gradients that are still pending. A collective operation where there are any."""
@@ -370,9 +387,12 @@ class Runtime:
             shards,
             buffers,
             written=self._lost_writes.take(),
+            lost=self.lost.vote(shards),
             settings=settings,
             given=self.given_values.checksum,
         )
+        if agreed.lost:
+            self.lost.raise_voted(shards, agreed.lost)
         self.given_values.clear()
         if agreed.written:
             raise ShardingError(
@@ -385,7 +405,7 @@ class Runtime:
             shard.got_gradient = False
         for buffer, pending in zip(buffers, agreed.is_pending, strict=True):
             if pending:
-                buffer.reduce_gradient(self._gradient_mean)
+                buffer.reduce_gradient(self.gradient_reduction == "mean")
         for unit in self.units:
             unit.in_backward = False
             unit.backward_calls = 0
@@ -397,6 +417,7 @@ class Runtime:
         fresh = [shard for shard in shards if shard.index not in self._showing_local]
         self.release_all()
         self.check_unwritten()
+        self.lost.check()
         for shard in fresh:
             self._showing_local.add(shard.index)
             shard.show_local()
@@ -410,6 +431,7 @@ class Runtime:
                 by_unit.setdefault(shard.unit.index, []).append(shard)
             for own in by_unit.values():
                 own[0].unit.changed(own)
+        self.lost.check()
 
     def shows_local(self, shard: ParameterShard) -> bool:
         """Tell whether a parameter is this rank's piece at the moment, by :meth:`showing_local`."""
@@ -438,6 +460,7 @@ class Runtime:
 
     def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
         """Tell those who keep copies of these parameters that they have new values, or that they may have."""
+        shards = [shard for shard in shards if not self.lost.has(shard)]
         for observer in self.observers:
             observer.parameters_written(shards, maybe=maybe)
 

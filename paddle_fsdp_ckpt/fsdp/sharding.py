@@ -97,11 +97,13 @@ def _outline(unit: UnitPlan) -> object:
 def local_parameters(model: nn.Layer) -> Iterator[None]:
     """Inside the block each parameter of a sharded model is this rank's piece of it: 1-D, sharing the shard's memory.
 
-    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays: by ``p.copy_(values)``,
-    which checks shape and dtype, or, under ``paddle.no_grad()``, ``p[:] = values``, ``p.lerp_(...)``, ``p.scale_(...)`` and the like.
+    For elementwise work on the weights without an optimizer. A rank's piece may be empty. What is written stays, in the parameter's own
+    dtype: by ``p.copy_(values)``, which checks shape and dtype, or, under ``paddle.no_grad()``, ``p[:] = values``, ``p.lerp_(...)``,
+    ``p.scale_(...)`` and the like.
 
     Raises:
-        ShardingError: the model is not sharded.
+        ShardingError: the model is not sharded; or, when the block ends, a parameter was made a tensor of another dtype or shape, as by
+            ``paddle.assign(float64_values, p)``. No rank steps, saves or hands out weights then before the parameter is given values.
     """
     runtime = runtime_of(model)
     if runtime is None:
@@ -111,7 +113,7 @@ def local_parameters(model: nn.Layer) -> Iterator[None]:
             yield
     finally:
         runtime.parameters_written(runtime.shards, maybe=True)
-        runtime.gradients_used()  # this is where those step who do it by hand
+        runtime.gradients_used(runtime.shards)  # this is where those step who do it by hand
 
 
 def _shard(model: nn.Layer, plan: ModelPlan, runtime: Runtime) -> Runtime:
@@ -155,7 +157,8 @@ def unshard_model(model: nn.Layer) -> None:
     Gradients are dropped. Optimizers that are bound must be unbound by the caller, who also has the last look at their states.
 
     Raises:
-        ShardingError: the model is not sharded, was written to while it was, or is in use.
+        ShardingError: the model is not sharded, was written to while it was, has lost weights on this rank, or is in use.
+        RankFailedError: it has on another.
     """
     runtime = runtime_of(model)
     if runtime is None:
@@ -163,6 +166,7 @@ def unshard_model(model: nn.Layer) -> None:
     runtime.check_closable()
     runtime.release_all()
     runtime.check_unwritten()
+    runtime.communicator.raise_together(runtime.lost.error())
     model.__dict__.pop(_HOOKS_ATTRIBUTE).close()
     for buffer in runtime.buffers:
         buffer.gather()

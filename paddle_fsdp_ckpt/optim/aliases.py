@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ShardingError, listing
 from ..fsdp import Joined, joined_to
 from ..layout import Slot
-from .hyperparameters import describe_hyperparameters
+from .hyperparameters import describe_hyperparameters, unequal_settings
 from .parameters import WholeParameter, parameter_groups
 
 
@@ -35,7 +35,7 @@ def check_holds_alike(optimizer: Any, pairs: Iterable[Joined]) -> None:
             raise ShardingError(f"{what}it holds '{holds[0]}' only; make it of both, or, after fully_shard, of model.parameters()")
         if len(holds) == 2:
             mine, its = _settings(optimizer, pair.name, pair.parameter), _settings(optimizer, pair.alias_name, pair.alias)
-            differ = [f"{name} ({mine.get(name)} and {its.get(name)})" for name in sorted({*mine, *its}) if mine.get(name) != its.get(name)]
+            differ = [f"{name} ({one} and {other})" for name, one, other in unequal_settings(mine, its)]
             if differ:
                 raise ShardingError(
                     f"{what}it steps them by different settings: {listing(differ)}; set them alike, or give each a memory of its own"

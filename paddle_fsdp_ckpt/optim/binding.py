@@ -264,7 +264,7 @@ class _Binding:
         self._check_before_step()
         with ExitStack() as stack:
             for runtime in self._runtimes:
-                stack.enter_context(runtime.stepping(self._settings_now()))
+                stack.enter_context(runtime.stepping(self._settings_now(), self._shards_in(runtime)))
             self._expect_states("step")
             result = self._step()
         check_states_known(self._optimizer)
@@ -334,7 +334,7 @@ class _Binding:
         self._check_before_step()
         for runtime in self._runtimes:
             runtime.begin_step(self._settings_now())
-            runtime.gradients_used()
+            runtime.gradients_used(self._shards_in(runtime))
         self._expect_states("minimize")
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
@@ -359,6 +359,10 @@ class _Binding:
             for runtime in self._runtimes:
                 stack.enter_context(runtime.showing_local([shard for shard in shards if shard.unit.runtime is runtime]))
             yield
+
+    def _shards_in(self, runtime: Runtime) -> list[ParameterShard]:
+        """Return those of its parameters that are of this model."""
+        return self._shards if len(self._runtimes) == 1 else [shard for shard in self._shards if shard.unit.runtime is runtime]
 
     @contextmanager
     def _clipping_sharded(self) -> Iterator[None]:

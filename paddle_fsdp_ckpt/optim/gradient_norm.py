@@ -43,6 +43,8 @@ def clip_grad_norm_(
     shards = _shards_of(parameters)
     if not shards:
         raise ShardingError("clip_grad_norm_: no parameters were given; give the model, or model.parameters()")
+    for runtime in dict.fromkeys(shard.unit.runtime for shard in shards):
+        runtime.settle_gradients()
     gradients = [(shard, gradient) for shard in shards if (gradient := shard.gradient()) is not None]
     warn_without_gradients("clip_grad_norm_", shards)
     with paddle.no_grad():

@@ -17,7 +17,9 @@ import paddle
 from paddle.regularizer import L1Decay, L2Decay
 
 from ..errors import counted
+from ..fsdp import ShardedParameter
 from ..fsdp.paddle_runtime import PaddleShard, paddle_runtime
+from ..optimizer_states import MAY_BE_UNKNOWN
 from .fused_tensors import real_decay
 from .parameters import SteppedParameter, parameter_groups
 from .schedule import JsonValue
@@ -108,6 +110,9 @@ def _traits(
         traits.append([id(group_of.get(id(parameter))) for parameter in held])
     if decays:
         traits.append([decays.get(id(parameter), True) for parameter in held])
+    reductions = [_gradient_reduction(parameter) for parameter in held]
+    if any(reductions):
+        traits.append(reductions)
     if getattr(optimizer, "_lr_ratio", None) is not None:
         traits.append([json.dumps(_lr_ratio(optimizer, one)) for one in parameters])
     return zip(*traits, strict=True)
@@ -123,7 +128,7 @@ def differences(saved: Sequence[JsonValue], now: Sequence[JsonValue]) -> list[st
 
     Args:
         saved: what :func:`describe_hyperparameters` returned when the checkpoint was saved; of several optimizers, end to end.
-        now: the same of now. A setting that only one of them knows differs from None.
+        now: the same of now. A setting that only one of them knows differs from None, save for what is allowed to be unknown.
 
     Returns:
         A sentence for each difference that parameters share: ``AdamW, 12 parameters (first 'a.weight'): weight_decay was saved as 0.1
@@ -156,9 +161,14 @@ def _unequal(saved: JsonValue, now: JsonValue) -> Iterator[tuple[str, JsonValue,
     if saved["optimizer"] != now["optimizer"]:
         yield "the optimizer", saved["optimizer"], now["optimizer"]
         return
-    for what in sorted({*saved["settings"], *now["settings"]}):
-        was, is_now = saved["settings"].get(what), now["settings"].get(what)
-        if was != is_now:
+    yield from unequal_settings(saved["settings"], now["settings"])
+
+
+def unequal_settings(saved: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    """Yield name and both values of each setting that differs, and is not one that may be unknown."""
+    for what in sorted({*saved, *now}):
+        was, is_now = saved.get(what), now.get(what)
+        if was != is_now and not (what in MAY_BE_UNKNOWN and None in (was, is_now)):
             yield what, was, is_now
 
 
@@ -191,6 +201,9 @@ def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, d
             "need_clip": clip is None or bool(getattr(parameter, "need_clip", True)),
         }
     )
+    reduction = _gradient_reduction(parameter)
+    if reduction is not None:
+        settings["gradient_reduction"] = reduction
     regularizer = _regularizer(optimizer, group, parameter, cls)
     if cls == "AdamW":
         coefficient = float(group["weight_decay"] if in_groups else optimizer._weight_decay)
@@ -200,6 +213,11 @@ def _settings(optimizer: Any, group: Mapping[str, Any], one: SteppedParameter, d
     else:
         settings["weight_decay"] = regularizer
     return settings
+
+
+def _gradient_reduction(parameter: Any) -> str | None:
+    """Return what is made of the ranks' gradients; None where our runtime doesn't do it."""
+    return parameter._shard.unit.runtime.gradient_reduction if isinstance(parameter, ShardedParameter) else None
 
 
 def _paddles_class(optimizer: Any) -> str:

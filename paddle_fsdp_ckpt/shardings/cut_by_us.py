@@ -42,6 +42,14 @@ class CutByUs(Sharding):
         """What the runtime says."""
         return self.runtime.awaits_step
 
+    def dropped_gradients(self) -> list[str]:
+        """Return those that the user set to None."""
+        return [shard.slot.name for shard in self.runtime.shards if shard.is_dropped and not self.has_gradient(shard)]
+
+    def lost_weights(self) -> ShardingError | None:
+        """Return what the runtime knows."""
+        return self.runtime.lost.error()
+
     @property
     def written(self) -> int:
         """The runtime's own."""
@@ -199,4 +207,5 @@ class CutByUs(Sharding):
             unit.changed(own)
             changed += own
         self.runtime.given_values.forget(changed)
+        self.runtime.lost.forget(changed)
         self.runtime.parameters_written([shard for shard in changed if id(shard) not in loaded])

@@ -11,6 +11,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
+from ..errors import ShardingError
 from ..fsdp import Communicator, KnownSums, ParameterShard, named_buffers, replicated
 from ..layout import FlatBuffer, Range
 from ..optim import OptimizerState, StateKind, SteppedParameter, optimizer_states, replace_states
@@ -98,6 +99,14 @@ class Sharding(ABC):
     def gradients_pending(self) -> bool:
         """Whether there are gradients that a later step will use; false where nobody knows."""
         return False
+
+    def dropped_gradients(self) -> list[str]:
+        """Return the first names of the parameters whose gradient this rank dropped, as it keeps a piece, and others may not know it."""
+        return []
+
+    def lost_weights(self) -> ShardingError | None:
+        """Return the error that says how weights were lost on this rank, so that they can't be stored; None where none were."""
+        return None
 
     @property
     def written(self) -> int:

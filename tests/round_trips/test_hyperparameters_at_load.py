@@ -12,6 +12,7 @@ from harness import RankPool
 from paddle import nn
 
 import paddle_fsdp_ckpt as ckpt
+from paddle_fsdp_ckpt.export.difference import compare
 
 Ranks = Callable[[int], RankPool]
 
@@ -102,3 +103,38 @@ def save_with_ranks_that_differ(path: str) -> str:
 def test_ranks_with_other_settings_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2).run(save_with_ranks_that_differ, str(tmp_path / "checkpoint")):
         assert "model and optimizers must be the same on all ranks" in said
+
+
+def reduced(reduction: Any, path: str, kind: str) -> list[str]:
+    model = Net()
+    optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
+    if reduction is not None:
+        ckpt.fully_shard(model, optimizer=optimizer, gradient_reduction=reduction)
+    if kind == "save":
+        ckpt.save(path, model=model, optimizer=optimizer)
+        return []
+    report = ckpt.load(path, model=model, optimizer=optimizer)
+    assert report.is_exact == (not report.differences)
+    return report.differences
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_another_gradient_reduction_is_reported(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    path = str(tmp_path / "checkpoint")
+    ranks(world_size).run(reduced, "sum", path, "save")
+    assert ranks(world_size).run(reduced, "sum", path, "load") == [[]] * world_size
+    for differences in ranks(world_size).run(reduced, "mean", path, "load"):
+        assert differences == ["SGD, 3 parameters (first 'first.weight'): gradient_reduction was saved as 'sum' and is 'mean' now"]
+    ranks(world_size).run(reduced, "mean", f"{path} of means", "save")
+    (fact,) = compare(Path(path), Path(f"{path} of means")).facts
+    assert (fact.what, fact.one, fact.other, fact.parameters) == ("gradient_reduction", "sum", "mean", 3)
+
+
+def test_a_gradient_reduction_that_nobody_knows_is_no_difference(ranks: Ranks, tmp_path: Path) -> None:
+    """As of a plain model, and of older checkpoints, of which the golden ones are some."""
+    plain, cut = str(tmp_path / "plain"), str(tmp_path / "cut")
+    ranks(1).run(reduced, None, plain, "save")
+    ranks(1).run(reduced, "sum", cut, "save")
+    assert ranks(1).run(reduced, "sum", plain, "load") == [[]]
+    assert ranks(1).run(reduced, None, cut, "load") == [[]]
+    assert not compare(Path(plain), Path(cut)).facts

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import paddle
 import pytest
@@ -33,7 +34,7 @@ def test_buffers_that_differ_between_ranks(tmp_path: Path, ranks: Ranks) -> None
     assert "norm._variance" not in said[0][0]
 
 
-def warns_of_gradients(path: str, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> bool:
+def warns_of_gradients(path: str, model: paddle.nn.Layer, optimizer: Any) -> bool:
     """Save, and tell whether that warns of gradients."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -133,6 +134,35 @@ def saves_that_warn_of_zeros(path: str) -> dict[str, bool]:
 def test_zeros_of_clear_grad_are_no_gradients(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
     for warned in ranks(world_size).run(saves_that_warn_of_zeros, str(tmp_path / "checkpoint")):
         assert [name for name, warns in warned.items() if warns] == ["no clear_grad"]
+
+
+def saves_beside_an_optimizer_that_waits(path: str) -> list[bool]:
+    """One of two optimizers steps at each step, and the other's gradients accumulate meanwhile."""
+    model = paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.Tanh(), paddle.nn.Linear(8, 3))
+    first, second = (paddle.optimizer.SGD(0.1, parameters=model[place].parameters()) for place in (0, 2))
+    ckpt.fully_shard(model, optimizer=[first, second])
+    warned = []
+    for _ in range(2):
+        model(paddle.ones([2, 8])).square().mean().backward()
+        first.step()
+        first.clear_grad()
+        warned.append(warns_of_gradients(path, model, [first, second]))
+    second.step()
+    warned.append(warns_of_gradients(path, model, [first, second]))
+    second.clear_grad()
+    warned.append(warns_of_gradients(path, model, [first, second]))
+    loss = model(paddle.ones([2, 8])).square().mean()
+    loss.backward()
+    first.minimize(loss)
+    first.clear_grad()
+    warned.append(warns_of_gradients(path, model, [first, second]))
+    return warned
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_another_optimizer_will_use(tmp_path: Path, ranks: Ranks, world_size: int) -> None:
+    for warned in ranks(world_size).run(saves_beside_an_optimizer_that_waits, str(tmp_path / "checkpoint")):
+        assert warned == [True, True, False, False, True]
 
 
 def train_without_gradients() -> list[list[str]]:
