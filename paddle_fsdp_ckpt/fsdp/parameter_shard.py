@@ -254,7 +254,7 @@ class ParameterShard:
         self.got_gradient = self.is_unused = True
         self.is_zero = False
         if self.is_left:
-            self.unit.runtime.added_to_left()
+            self.unit.runtime.gradient_use.added_to_used()
         self._leave_mark(gradient)
 
     def _leave_mark(self, gradient: paddle.Tensor) -> None:
@@ -374,7 +374,7 @@ class ParameterShard:
     def clear_gradient(self, set_to_zero: bool) -> None:
         """Set the gradient to zero, or drop it, as Paddle does: a parameter without one stays without."""
         if self.is_left:
-            self.unit.runtime.cleared_left()
+            self.unit.runtime.gradient_use.cleared_used()
         self._lent_gradient = None
         self.has_gradient = self.has_gradient and set_to_zero
         self.is_unused = self.is_left = False

@@ -20,6 +20,7 @@ from ..errors import CheckpointError, ShardingError, UnboundOptimizerError
 from ..layout import Layout
 from .communication import Communicator
 from .given_values import GivenValues
+from .gradient_use import GradientUse
 from .known_sums import KnownSums
 from .live_buffer import LiveBuffer
 from .lost_values import LostValues
@@ -30,6 +31,7 @@ from .recomputation import running_backwards
 from .running_statistics import average_statistics
 from .saved_weights import SAVED_WEIGHTS
 from .step_agreement import StepAgreement
+from .unbound_readers import check_unbound_reader
 from .unit import Unit
 
 GradientReduction = Literal["mean", "sum"]
@@ -49,8 +51,7 @@ class Runtime:
         communicator: the ranks that train the model.
         units: the model's units in a fixed order.
         gradients_pending: a backward ran whose gradients are not all reduced yet.
-        adds_to_left: a backward added to gradients that a step had used before, as where nobody clears them at each step. It is so until
-            such gradients were cleared twice, and none was added to between.
+        gradient_use: what is known of gradients that a step has used.
         was_without_gradients: a step or a clip found no gradient at all, and said so.
         steps_by_hand: the user said that no optimizer will be bound.
         observers: the optimizers that are bound, as long as they live.
@@ -66,7 +67,7 @@ class Runtime:
         self.communicator = communicator
         self.units: list[Unit] = []
         self.gradients_pending = False
-        self.adds_to_left = self._added_to_left = self._cleared_left = False
+        self.gradient_use = GradientUse()
         self.was_without_gradients = False
         self.steps_by_hand = False
         self.observers: WeakSet[WeightsObserver] = WeakSet()
@@ -104,29 +105,12 @@ class Runtime:
     @property
     def awaits_step(self) -> bool:
         """Whether this rank has gradients that a later step will use."""
-        return any(shard.is_unused or (shard.is_left and self.adds_to_left) for shard in self.shards)
+        return self.gradient_use.awaits_step(self.shards)
 
     @property
     def is_in_forward(self) -> bool:
         """Whether a forward runs, or ended by an error and no other one, nor a step, has begun since."""
         return self._running_forwards > 0
-
-    def gradients_used(self, shards: Iterable[ParameterShard]) -> None:
-        """A step is about to use the gradients that these parameters have."""
-        if self._cleared_left:
-            # A loop that clears now and then, though not after each step, adds to some between.
-            self.adds_to_left, self._added_to_left, self._cleared_left = self._added_to_left, False, False
-        for shard in shards:
-            # A rank that keeps nothing of it may not learn that others drop it.
-            shard.is_unused, shard.is_left = False, shard.has_gradient and not shard.is_zero and shard.range.numel > 0
-
-    def added_to_left(self) -> None:
-        """A backward added to a gradient that a step had used."""
-        self.adds_to_left = self._added_to_left = True
-
-    def cleared_left(self) -> None:
-        """A gradient was cleared that a step had used."""
-        self._cleared_left = True
 
     # Errors that Paddle would not let through where they are found.
 
@@ -167,16 +151,7 @@ class Runtime:
         if self._optimizers_stepping:
             return False
         reader = sys._getframe(2).f_locals.get("self")
-        if isinstance(reader, paddle.optimizer.Optimizer) and not _steps_pieces_right(reader):
-            raise UnboundOptimizerError(
-                f"{type(reader).__name__}: with its clip or its update it needs norms of whole gradients or parameters, and it is not "
-                "bound to the model; call bind_optimizer(opt)"
-            )
-        if shard.index not in self._showing_local:
-            raise UnboundOptimizerError(
-                f"{shard.describe()}: an optimizer or a GradScaler reads its gradient and is not bound; call bind_optimizer(opt) or "
-                "bind_grad_scaler(scaler), or step inside `with paddle_fsdp_ckpt.local_parameters(model):`"
-            )
+        check_unbound_reader(reader, shard, is_shown=self.shows_local(shard))
         return isinstance(reader, paddle.optimizer.Optimizer)
 
     def gradient_mark(self, numel: int) -> paddle.Tensor:
@@ -357,7 +332,7 @@ class Runtime:
     def stepping(self, settings: object, shards: Iterable[ParameterShard]) -> Iterator[None]:
         """A bound optimizer steps these parameters inside the block; for ``settings`` see :meth:`begin_step`."""
         self.begin_step(settings)
-        self.gradients_used(shards)
+        self.gradient_use.step_uses(shards)
         self._optimizers_stepping += 1
         try:
             yield
@@ -481,14 +456,6 @@ class _BackwardCall:
     def __call__(self, gradient: paddle.Tensor) -> None:
         first, self._first = self._first, False
         self._runtime.begin_backward(self._units, first)
-
-
-def _steps_pieces_right(optimizer: paddle.optimizer.Optimizer) -> bool:
-    """Tell whether an optimizer that is not bound steps pieces of parameters as it would step them whole."""
-    groups = [group for group in optimizer._param_groups or [] if isinstance(group, dict)]
-    clips = [optimizer._grad_clip, *(group.get("grad_clip") for group in groups)]
-    by_value = all(clip is None or isinstance(clip, nn.ClipGradByValue) for clip in clips)
-    return by_value and not isinstance(optimizer, (paddle.optimizer.Lamb, paddle.optimizer.LBFGS))
 
 
 def _each(units: Iterable[Unit], do: Callable[[Unit], None]) -> None:

@@ -113,7 +113,7 @@ def local_parameters(model: nn.Layer) -> Iterator[None]:
             yield
     finally:
         runtime.parameters_written(runtime.shards, maybe=True)
-        runtime.gradients_used(runtime.shards)  # this is where those step who do it by hand
+        runtime.gradient_use.step_uses(runtime.shards)  # this is where those step who do it by hand
 
 
 def _shard(model: nn.Layer, plan: ModelPlan, runtime: Runtime) -> Runtime:

@@ -334,7 +334,7 @@ class _Binding:
         self._check_before_step()
         for runtime in self._runtimes:
             runtime.begin_step(self._settings_now())
-            runtime.gradients_used(self._shards_in(runtime))
+            runtime.gradient_use.step_uses(self._shards_in(runtime))
         self._expect_states("minimize")
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
