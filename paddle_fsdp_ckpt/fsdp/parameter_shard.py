@@ -150,10 +150,11 @@ class ParameterShard:
 
     def hide_local(self) -> None:
         """End :meth:`show_local`. What can't be taken over of what was written is noted as lost."""
-        assert self._lent is not None
-        if not (self._lent.is_kept(self.parameter) or self._lent.take_over(self.parameter)):
-            self._note_lost(self._lent)
-            self._lent.lend(self.parameter)  # for its dtype
+        lent = self._lent
+        assert lent is not None
+        if not (lent.is_kept(self.parameter) or lent.take_over(self.parameter)):
+            self._note_lost(lent)
+            lent.lend(self.parameter)  # for its dtype
         self._clear_data()
 
     def _note_lost(self, lent: LentMemory) -> None:
@@ -357,8 +358,9 @@ class ParameterShard:
         dtype = self.buffer.layout.gradient_dtype
         beside = "" if self.buffer.is_lent_apart else f", and gradients of unit '{self.unit.name}' beside it may be garbled"
         return (
-            f"{self.describe()}: its gradient was made something else than this rank's piece of it, as paddle.assign and cast_ do: it "
-            f"{say_held(view)}{beside}. Write {dtype} of shape [{self.range.numel}] to it, or set p.grad; this one goes by clear_grad()"
+            f"{self.describe()}: its gradient was made something else than this rank's piece of it, as paddle.assign of another dtype and "
+            f"cast_ do, and whatever shares other memory with it: it {say_held(view)}{beside}. Write {dtype} of shape [{self.range.numel}] "
+            "into it, as by set_value, or set p.grad; this one goes by clear_grad()"
         )
 
     def check_lent_gradient(self) -> None:

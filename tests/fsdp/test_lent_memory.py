@@ -166,6 +166,22 @@ TAKEN: dict[str, Callable[[Any], object]] = {
 }
 
 
+def written_as_a_vector() -> None:
+    """Also where a rank keeps nothing of some parameters."""
+    model, optimizer = made()
+    before = weights(model)
+    with paddle.no_grad(), ckpt.local_parameters(model):
+        parameters = model.parameters()
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 0.5, parameters)
+    check_same(weights(model), {name: value * np.float32(0.5) for name, value in before.items()})
+    train(model, optimizer, 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_vector_of_all_pieces_is_taken_over(world_size: int, ranks: Ranks) -> None:
+    ranks(world_size).run(written_as_a_vector)
+
+
 def written_right() -> None:
     for kind, write in TAKEN.items():
         model, optimizer = made()
