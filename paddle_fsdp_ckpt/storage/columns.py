@@ -91,15 +91,18 @@ def looked_up(numbers: dict[Thing, int], things: Sequence[Thing]) -> Integers:
     return np.fromiter(map(numbers.get, things, repeat(-1)), np.int32, len(things))
 
 
+def renumbered(known: dict[Thing, int], things: Iterable[Thing]) -> Integers:
+    """Return the number of each thing among all that are known; those that weren't are from now on, with the next numbers."""
+    things = list(things)
+    for thing in things:
+        known.setdefault(thing, len(known))
+    return looked_up(known, things)
+
+
 def merged(columns: Iterable[tuple[Sequence[Thing], Integers]]) -> tuple[Integers, list[Thing]]:
     """Return columns of numbers, each with what these stand for, as one: the numbers, and all that they stand for."""
     known: dict[Thing, int] = {}
-    renumbered = []
-    for things, numbers in columns:
-        for thing in things:
-            known.setdefault(thing, len(known))
-        renumbered.append(looked_up(known, things)[numbers])
-    return concatenated(renumbered), list(known)
+    return concatenated([renumbered(known, things)[numbers] for things, numbers in columns]), list(known)
 
 
 def concatenated(columns: Sequence[Integers]) -> Integers:

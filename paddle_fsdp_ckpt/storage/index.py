@@ -217,11 +217,11 @@ def read_headers(path: Path, manifest: Manifest) -> CheckpointIndex:
 
 
 def _read_table(path: Path, manifest: Manifest) -> PieceTable:
-    files = [read_columns(path, record) for record in manifest.files]
-    table = table_of(files)
+    table = table_of(read_columns(path, record) for record in manifest.files)
     if table is not None:
         return table
     index = CheckpointIndex(path, manifest.files, {}, {}, manifest)
+    files = (read_columns(path, record) for record in manifest.files)
     conflict = next(text for number, one in enumerate(files) for text in index.add(number, one.entries()))
     raise CorruptCheckpointError(f"{conflict}. Load another checkpoint")
 

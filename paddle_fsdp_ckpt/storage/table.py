@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, count, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import FileColumns, Integers, concatenated, looked_up, merged, numbered, numbers_of
+from .columns import FileColumns, Integers, numbered, numbers_of, renumbered
 from .entries import Box, Stored
 
 Said = TypeVar("Said")
 
 _KEYS_AT_A_TIME = 4096
+_GATHERED = {"keys": np.int32, "dtypes": np.int32, "boxes": np.int32, "starts": np.int64, "stops": np.int64, "offsets": np.int64}
+"""What is gathered of all files, file by file, and how."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +132,34 @@ class PieceTable:
         )
 
 
-def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
-    """Return the table of all pieces in some files; None where a key has another dtype or shape in one file than in another."""
-    numbers = dict.fromkeys(chain.from_iterable(one.keys for one in files), 0)
-    numbers.update(zip(numbers, count()))  # not made anew, since it is large
-    keys = concatenated([looked_up(numbers, one.keys) for one in files])
-    dtype_numbers, dtypes = merged((one.dtypes, one.dtype_numbers) for one in files)
-    box_numbers, boxes = merged((one.boxes, one.box_numbers) for one in files)
+def table_of(files: Iterable[FileColumns]) -> PieceTable | None:
+    """Return the table of all pieces in some files; None where a key has another dtype or shape in one file than in another.
+
+    Files that are read one by one are let go of one by one: of many, the texts of their keys take most of the memory.
+    """
+    numbers: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    boxes: dict[Box, int] = {}
+    counts: list[int] = []
+    columns = {name: bytearray() for name in _GATHERED}
+    for one in files:
+        counts.append(len(one.keys))
+        found = {
+            "keys": renumbered(numbers, one.keys),
+            "dtypes": renumbered(dtypes, one.dtypes)[one.dtype_numbers],
+            "boxes": renumbered(boxes, one.boxes)[one.box_numbers],
+            "starts": one.starts,
+            "stops": one.stops,
+            "offsets": one.offsets,
+        }
+        # Not as an array for each file, since thousands of small ones leave holes in the heap.
+        for name, column in found.items():
+            columns[name] += column.astype(_GATHERED[name]).tobytes()
+
+    def take(name: str) -> Integers:
+        return np.frombuffer(columns.pop(name), _GATHERED[name])
+
+    keys, dtype_numbers, box_numbers = take("keys"), take("dtypes"), take("boxes")
     shapes_of_boxes, shapes = numbered(box.global_shape for box in boxes)
     shape_numbers = shapes_of_boxes[box_numbers]
     # Any of a key's pieces will do, since all must be alike.
@@ -144,21 +167,21 @@ def table_of(files: Sequence[FileColumns]) -> PieceTable | None:
     key_dtypes[keys], key_shapes[keys] = dtype_numbers, shape_numbers
     if (key_dtypes[keys] != dtype_numbers).any() or (key_shapes[keys] != shape_numbers).any():
         return None
-    starts = concatenated([one.starts for one in files])
+    starts = take("starts")
     order = np.lexsort((starts, keys))
     return PieceTable(
         numbers=numbers,
-        dtypes=dtypes,
+        dtypes=list(dtypes),
         key_dtypes=key_dtypes,
         shapes=shapes,
         key_shapes=key_shapes,
         first=_sums(np.bincount(keys, minlength=len(numbers))),
-        files=np.repeat(np.arange(len(files), dtype=np.int32), [len(one.keys) for one in files])[order],
-        boxes=boxes,
+        files=np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order],
+        boxes=list(boxes),
         box_numbers=box_numbers[order],
         starts=starts[order],
-        stops=concatenated([one.stops for one in files])[order],
-        offsets=concatenated([one.offsets for one in files])[order],
+        stops=take("stops")[order],
+        offsets=take("offsets")[order],
     )
 
 

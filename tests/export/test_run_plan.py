@@ -212,8 +212,9 @@ def test_a_save_and_a_load_take_no_more_than_planned(tmp_path: Path, ranks: Rank
     units: planned_models.Units = [("all of it", [([name], [4, 4], "float32") for name in names])]
     ((save, load),) = ranks(1).run(planned_models.peaks, str(tmp_path / "saved"), units)
     pieces = 5 * len(names)
-    assert save <= pieces * (plan._SAVED_PIECE_NBYTES + plan._INDEX_NBYTES)
-    assert load <= pieces * (plan._LOADED_PIECE_NBYTES + plan._INDEX_NBYTES) + plan._READ_NBYTES
+    index = pieces * (plan._INDEX_KEY_NBYTES + plan._INDEX_PIECE_NBYTES)  # on one rank, each key is one piece
+    assert save <= pieces * plan._SAVED_PIECE_NBYTES + index
+    assert load <= pieces * plan._LOADED_PIECE_NBYTES + index + plan._READ_NBYTES
 
 
 @pytest.mark.parametrize(

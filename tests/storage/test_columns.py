@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,20 @@ def test_a_table_is_only_of_files_that_agree() -> None:
     for other in (("a", "bool", *one[2:]), ("a", "int8", Box((2, 3), (0, 0), (2, 3), 6), 0, 6, 0)):
         assert table_of([columns_of([one]), columns_of([other])]) is None
     assert table_of([]) is not None
+
+
+def test_files_are_let_go_of_one_by_one() -> None:
+    """Many that have the same keys, of 200 bytes each, take little more than their columns."""
+    files, keys = 64, 1000
+    box = Box((64, 6), (0, 0), (64, 6), 384)
+
+    def read() -> Iterator[FileColumns]:
+        for file in range(files):
+            yield columns_of((f"{key:0150}", "int8", box, 6 * file, 6 * file + 6, 6 * key) for key in range(keys))
+
+    tracemalloc.start()
+    table = table_of(read())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert table is not None and len(table.starts) == files * keys and table.uncovered_keys() == []
+    assert peak < 600 * keys + 120 * files * keys
