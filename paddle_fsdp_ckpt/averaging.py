@@ -13,12 +13,11 @@ from paddle import nn
 
 from .errors import CheckpointError, MismatchError, ShardingError, listing
 from .fsdp import Communicator, LiveBuffer, ParameterShard, Runtime, dtype_name, runtime_of
+from .layout import LOW_PRECISION
 from .optim import SteppedParameter, check_is_optimizer, optimizer_list, parameter_groups, whole_parameters
 from .shardings import sharding_of
 from .subjects import ModelTensors, check_tensors
 from .warn import warn_caller
-
-_IN_16_BITS = ("float16", "bfloat16")
 
 
 def update_average(average: nn.Layer, model: nn.Layer, weight: float, *, optimizer: Any = None) -> None:
@@ -154,7 +153,7 @@ class _Update:
     def _gather(self, buffer: LiveBuffer) -> paddle.Tensor:
         """Return the whole of one of the model's flat buffers, with master weights where there are. A collective operation."""
         values = buffer.shard
-        if self.with_masters and buffer.layout.dtype in _IN_16_BITS:
+        if self.with_masters and buffer.layout.dtype in LOW_PRECISION:
             values = values.astype("float32")
             for shard in buffer.shards:
                 master = self.masters.get(id(shard.parameter)) if shard.range.numel else None
@@ -187,7 +186,7 @@ def _prepare(average: nn.Layer, model: nn.Layer, weight: float, optimizer: Any) 
     buffers = _buffer_pairs(*tensors)
     optimizers = optimizer_list(optimizer)
     masters = _masters(optimizers, sources)
-    low = [pair.target.slot.name for pair in pairs if dtype_name(pair.target.parameter) in _IN_16_BITS]
+    low = [pair.target.slot.name for pair in pairs if dtype_name(pair.target.parameter) in LOW_PRECISION]
     if low and weight < 1:
         warn_caller(
             f"update_average: {len(low)} parameters of the average have 16 bits, in which small steps are lost; "
@@ -280,7 +279,7 @@ def _move(live: paddle.Tensor, values: paddle.Tensor, weight: float) -> None:
     """Move a tensor of the average, in place."""
     if weight == 1:
         paddle.assign(values.astype(live.dtype), live)
-    elif dtype_name(live) in _IN_16_BITS:  # for which Paddle has no such kernels on CPU
+    elif dtype_name(live) in LOW_PRECISION:  # for which Paddle has no such kernels on CPU
         moved = live.astype("float32")
         _move(moved, values, weight)
         paddle.assign(moved.astype(live.dtype), live)

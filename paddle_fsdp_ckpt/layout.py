@@ -17,6 +17,9 @@ SLOT_ALIGNMENT_BYTES = 256
 ITEM_SIZES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes an element, for each dtype that a flat buffer may have."""
 
+LOW_PRECISION = ("float16", "bfloat16")
+"""Those dtypes of which parameters can have float32 master weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -105,7 +108,7 @@ class FlatBuffer:
     @property
     def gradient_dtype(self) -> str:
         """In which dtype our runtime reduces and keeps gradients: float32 for 16-bit floats, else :attr:`dtype`."""
-        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+        return "float32" if self.dtype in LOW_PRECISION else self.dtype
 
     @property
     def gradient_nbytes(self) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, MismatchError, counted, listing
+from ..layout import LOW_PRECISION
 from ..pieces import Piece, whole_piece
 from ..storage.comparison import have_same_values
 from ..storage.index import CheckpointIndex
 from .config import TIED, ModelConfig
 from .contents import Contents
 from .planning.architecture import planned_units
-from .planning.states import LOW_PRECISION
 from .recipes import COPY, RECIPES
 from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
 from .recipes.spelling import check_layout

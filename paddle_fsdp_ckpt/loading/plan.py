@@ -10,6 +10,7 @@ from pathlib import Path
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import IncompleteCheckpointError, MismatchError, listing
+from ..layout import LOW_PRECISION
 from ..optim import entry_of
 from ..optimizer_states import MASTER_WEIGHT_KEY
 from ..progress import ProgressLine
@@ -38,8 +39,6 @@ from .resizing import Resizing
 from .saved_names import RenamedCheckpoint, rename_checkpoint
 from .values import Values
 from .ways_out import find_ways_out, without_states
-
-_LOW_PRECISION = ("float16", "bfloat16")
 
 
 def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: ProgressLine) -> LoadPlan:
@@ -176,7 +175,7 @@ class _Planner:
 
     def _model_target(self, key: str, weight: ShardedWeight) -> KeyTarget:
         piece = piece_of(key, weight)
-        if self.options.cast and self.index.dtypes.get(key) in (*_LOW_PRECISION, None):  # None where it is lost
+        if self.options.cast and self.index.dtypes.get(key) in (*LOW_PRECISION, None):  # None where it is lost
             master = self._master_of(key)
             if master is not None and self.index.dtypes.get(master) == piece.dtype:
                 piece = replace(piece, key=master)
@@ -386,7 +385,7 @@ class _Planner:
         )
 
     def _check_kept_masters(self, missing: Sequence[KeyTarget]) -> None:
-        kept = [one.key for one in missing if one.piece.dtype in _LOW_PRECISION]
+        kept = [one.key for one in missing if one.piece.dtype in LOW_PRECISION]
         if kept and not self.wanted.steppers and not self.wanted.sharding.masters_follow_singly:
             self.others.append(
                 f"in Paddle's fused buffers, {listing(kept)} can't keep master weights where those of others follow the model; load the "

@@ -14,6 +14,7 @@ from paddle.amp import AmpScaler
 
 from ..errors import CheckpointError, UnsupportedOptimizerError, listing
 from ..fsdp.paddle_runtime import PaddleRuntime
+from ..layout import LOW_PRECISION
 from ..warn import warn_caller
 from .fused_checks import check_fused
 from .fused_tensors import fused_tensors
@@ -56,7 +57,7 @@ def check_others(runtime: PaddleRuntime, optimizers: Sequence[Any]) -> None:
 
 def let_masters_follow(runtime: PaddleRuntime, loaded: Sequence[Any]) -> None:
     """Give the master weights of all optimizers that step this model, but those in ``loaded``, the values of its weights."""
-    if all(buffer.layout.dtype not in ("float16", "bfloat16") for buffer in runtime.buffers):
+    if all(buffer.layout.dtype not in LOW_PRECISION for buffer in runtime.buffers):
         return
     for optimizer in _alive(paddle.optimizer.Optimizer):
         if any(optimizer is one for one in loaded) or not getattr(optimizer, "_master_weights", None):

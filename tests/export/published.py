@@ -90,3 +90,15 @@ def write_base(path: Path, tensors: Arrays, **others: Any) -> str:
     (path / "config.json").write_text(json.dumps(config_of("llama", **others)))
     save_file(tensors, path / "model.safetensors")
     return str(path)
+
+
+def write_tied_base(path: Path, is_said: bool) -> tuple[str, Arrays]:
+    """Write a Llama whose head is the embedding, and return also what Qwen2, whose head lies as the embedding does, has of it.
+
+    Args:
+        path: of the base.
+        is_said: whether ``config.json`` says that they are one.
+    """
+    tensors = published("llama")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    return write_base(path, tensors, tie_word_embeddings=is_said), as_in_paddle("qwen2", tensors, fused=True)

@@ -9,7 +9,7 @@ import huggingface_allowed_cases as cases
 import numpy as np
 import pytest
 from harness import RankPool
-from published import GROUPS, HIDDEN, INNER, VOCABULARY, WIDTH, Arrays, as_in_paddle, published, write_base
+from published import GROUPS, HIDDEN, INNER, VOCABULARY, WIDTH, Arrays, as_in_paddle, published, write_base, write_tied_base
 
 from paddle_fsdp_ckpt.huggingface_report import OtherShape
 
@@ -57,10 +57,7 @@ def test_a_larger_vocabulary(world_size: int, sharded: bool, tmp_path: Path, ran
 @pytest.mark.parametrize("is_said", [False, True])
 def test_tied_names_count_as_one(is_said: bool, tmp_path: Path, ranks: Ranks) -> None:
     """Qwen's head lies as the embedding does; whether config.json says that they are one or not, one pattern is enough."""
-    tensors = published("llama")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    path = write_base(tmp_path / "base", tensors, tie_word_embeddings=is_said)
-    right = as_in_paddle("qwen2", tensors, fused=True)
+    path, right = write_tied_base(tmp_path / "base", is_said)
     embedding = "model.embed_tokens.weight"
     shapes = {key: array.shape for key, array in right.items() if key != HEAD} | {embedding: (LARGER, HIDDEN)}
     calls = [{"recipe": "qwen2"}, *({"recipe": "qwen2", "allow_other_shape": [one]} for one in (HEAD, embedding))]

@@ -12,7 +12,7 @@ import huggingface_allowed_cases as cases
 import numpy as np
 import pytest
 from harness import RankPool
-from published import HIDDEN, INNER, VOCABULARY, Arrays, as_in_paddle, published, write_base
+from published import HIDDEN, INNER, VOCABULARY, Arrays, as_in_paddle, published, write_base, write_tied_base
 
 from paddle_fsdp_ckpt.loading.report import Resized
 
@@ -70,10 +70,7 @@ def test_another_vocabulary(world_size: int, sharded: bool, size: int, is_said: 
 @pytest.mark.parametrize("is_said", [False, True])
 @pytest.mark.parametrize("size", [VOCABULARY + 4, VOCABULARY - 3])
 def test_tied_names_count_as_one(is_said: bool, size: int, tmp_path: Path, ranks: Ranks) -> None:
-    tensors = published("llama")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    path = write_base(tmp_path / "base", tensors, tie_word_embeddings=is_said)
-    right = as_in_paddle("qwen2", tensors, fused=True)
+    path, right = write_tied_base(tmp_path / "base", is_said)
     embedding = "model.embed_tokens.weight"
     shapes = {key: array.shape for key, array in right.items() if key != HEAD} | {embedding: (size, HIDDEN)}
     calls = [{"recipe": "qwen2", "resize": [one]} for one in (HEAD, embedding)]

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import UnsupportedOptimizerError
+from ...layout import LOW_PRECISION
 from ...optimizer_states import CATALOG, MASTER_WEIGHT_KEY, REFUSALS, StateKind
-
-LOW_PRECISION = ("float16", "bfloat16")
-"""The dtypes that have master weights."""
 
 _ONLY_WITH_AMSGRAD = {"moment2_max"}
 _FLOAT32 = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam"}
