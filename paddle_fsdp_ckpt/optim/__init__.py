@@ -5,11 +5,11 @@ from .binding import (
     bind_optimizer,
     binding_of,
     bound_optimizers,
-    check_is_optimizer,
     check_optimizer,
     optimizer_shards,
     unbind_optimizer,
 )
+from .binding_checks import check_is_optimizer
 from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of, register_optimizer
 from .fused_decay import split_weight_decay
 from .fused_others import let_masters_follow
