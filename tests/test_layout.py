@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddle.distributed.flex_checkpoint.dcp.utils import flat_range_in_min_slice, minimal_nd_slice
 
-from paddle_fsdp_ckpt.layout import ITEM_SIZES, SLOT_ALIGNMENT_BYTES, FlatBuffer, Range, build_flat_buffer, stock_loads_exactly
+from paddle_fsdp_ckpt.layout import ITEM_SIZES, SLOT_ALIGNMENT_BYTES, FlatBuffer, Range, Slot, build_flat_buffer, stock_loads_exactly
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
 dtypes = st.sampled_from(sorted(ITEM_SIZES))
@@ -66,6 +66,15 @@ def test_cuts_tell_whether_ranks_keep_the_same_of_a_parameter_in_two_buffers(
     )
     kept = [pieces_of(buffer, -1) for buffer in (one, two)]
     assert (one.cuts(one.slots[-1]) == two.cuts(two.slots[-1])) == (kept[0] == kept[1])
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 12))
+@settings(max_examples=500, deadline=None)
+def test_cuts_are_where_the_pieces_of_the_next_ranks_begin(offset: int, numel: int, shard_numel: int) -> None:
+    buffer = FlatBuffer("unit", "float32", (Slot(("p",), (numel,), offset),), shard_numel, -(-(offset + numel) // shard_numel))
+    kept = [(rank, piece) for rank, piece in enumerate(pieces_of(buffer, 0)) if piece.numel]
+    first, begins = buffer.cuts(buffer.slots[0])
+    assert (first, list(begins)) == (kept[0][0], [piece.start for _, piece in kept[1:]])
 
 
 @given(shapes.filter(len), st.lists(st.integers(0, 10_000), max_size=4))

@@ -9,13 +9,14 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import ThreadRendezvous, cut, make_manifest, run_ranks, write_checkpoint
 
-from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, MismatchError, RankFailedError, TargetExistsError
+from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, MismatchError, RankFailedError, TargetExistsError
 from paddle_fsdp_ckpt.storage.commit import commit_checkpoint, heal_target
 from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, rank_file_name, replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex, read_index, read_manifest
@@ -396,6 +397,30 @@ def test_a_save_heals_its_target_before_it_judges_it(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "step").step == 7
 
 
+def test_what_appears_at_the_target_while_ranks_write_is_not_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "step"
+
+    def write(staging: Path) -> FileRecord:
+        write_checkpoint(target, [[cut("w", np.full(2, 3.0, np.float32))]])
+        return write_rank_file(staging / rank_file_name(0), [cut("w", np.zeros(2, np.float32))])
+
+    assert isinstance(solo(path=target, write_files=write), TargetExistsError)
+    assert names(tmp_path) == ["step"]
+    (stored,) = read_index(target).pieces("w")
+    values = (target / stored.file_name).read_bytes()[stored.byte_offset :]
+    np.testing.assert_array_equal(np.frombuffer(values, np.float32), [3.0, 3.0])
+
+
+def test_room_that_is_kept_back_for_root_is_roots_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = SimpleNamespace(f_blocks=20_000, f_frsize=1, f_bfree=10_500, f_bavail=500)
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    refused = solo(path=tmp_path / "step", nbytes=1000)
+    assert isinstance(refused, CheckpointError) and "500 B are free" in str(refused)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert solo(path=tmp_path / "step", nbytes=1000) is None
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
 def test_what_cannot_be_looked_at_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Neither a target, which would be replaced without a word, nor one that was renamed aside, in whose place there would be none."""
@@ -462,3 +487,7 @@ def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypa
     made, written, files, staging, *rest = events[0], events[1], events[2:4], events[4], *events[5:]
     assert (made, written, staging, rest) == (tmp_path.name, "0_0.safetensors", ".step.staging", ["rename", "parent"])
     assert sorted(files) == ["0.metadata", "manifest.json"]
+    (parent / "step").rename(parent / replaced_name("step", NONCE))
+    events.clear()
+    assert heal_target(parent / "step")
+    assert events == ["rename", "parent"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,23 @@ def test_collecting_garbage_goes_on_after_an_error(tmp_path: Path, checkpoint: P
     with pytest.raises(IncompleteCheckpointError):
         read_index(checkpoint)
     assert gc.isenabled()
+
+
+def test_garbage_that_nobody_collects_stays_so(checkpoint: Path) -> None:
+    gc.disable()
+    try:
+        read_index(checkpoint)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_digest_tells_checkpoints_apart_wherever_they_lie(tmp_path: Path, checkpoint: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", [[cut("w", WHOLE)]])
+    same_keys = write_checkpoint(tmp_path / "same_keys", [[cut("w", WHOLE + 1)]])
+    digests = [read_index(path).digest() for path in (checkpoint, other, same_keys)]
+    assert len(set(digests)) == 3
+    assert read_index(Path(shutil.copytree(checkpoint, tmp_path / "copy"))).digest() == digests[0]
 
 
 @pytest.mark.parametrize(
