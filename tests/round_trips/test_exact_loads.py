@@ -89,3 +89,12 @@ def test_ranges_are_found_only_where_each_element_is_stored_just_once(
                 memory[address - 1000 : address - 1000 + nbytes] = files[file][offset : offset + nbytes]
         assert memory == bytes(range(start, stop))
         assert sum(int(some.nbytes.sum()) for some in ranges.values()) == stop - start
+
+
+def test_rows_of_a_box_are_not_taken_for_the_leading_ones() -> None:
+    """Of [2, 3] the second row is stored, whose elements count from 0 in its own box."""
+    table = table_of([columns_of([("key", "uint8", Box((2, 3), (1, 0), (1, 3), 3), 0, 3, 100)])])
+    assert table is not None
+    places = np.array([[0], [3], [1000]], np.int64)
+    wanted = LivePlaces(SuffixedNames((["key"], "")), ["uint8"], [(2, 3)], *places, np.array([True]), [])
+    assert find_ranges(table, wanted, np.array([0]), np.array([True])) is None
