@@ -24,8 +24,8 @@ def full_optimizer_state_dict(optimizer: Any, *, device: Any = "cpu", to_rank: i
 
     Args:
         optimizer: bound to a sharded model; or one that steps a model that Paddle's own ``fully_shard`` cut.
-        device: as for :func:`iter_full_parameters`.
-        to_rank: as for :func:`full_state_dict`.
+        device: as for :func:`~.gather.iter_full_parameters`.
+        to_rank: as for :func:`~.gather.full_state_dict`.
 
     Returns:
         Elementwise states in the parameter's shape, scalars in their own, ASGD's ``y`` with its leading dimension.

@@ -172,7 +172,7 @@ def memory_of(subjects: Subjects) -> SaveMemory | None:
     return memory
 
 
-def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str] = ()) -> StoredTensors:
+def stored_tensors(subjects: Subjects, rank: int, left_out: Collection[str]) -> StoredTensors:
     """Return what this rank's file holds of a model and its optimizers, but for the keys that are left out.
 
     Raises:

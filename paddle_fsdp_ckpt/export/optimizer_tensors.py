@@ -112,9 +112,9 @@ def write_optimizer(
     index: CheckpointIndex,
     tensors: OptimizerTensors,
     max_file_nbytes: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None],
     *,
-    workers: int = 1,
+    workers: int,
 ) -> list[str]:
     """Write the states of an optimizer into the directory ``optimizer`` in ``directory``, and return the names of the files in there.
 

@@ -162,7 +162,7 @@ def _ends_with_adapted(index: CheckpointIndex, adapters: Sequence[Adapter]) -> b
     return any(".".join(one[start:]) in adapted for one in parts for start in range(1, len(one)))
 
 
-def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelConfig | None, *, list_targets: bool = True) -> JsonValue:
+def adapter_config(layers: Sequence[PeftLayer], recipe: Recipe, config: ModelConfig | None, *, list_targets: bool) -> JsonValue:
     """Return what ``adapter_config.json`` is to say; where layers differ in rank or scaling, it has patterns for the rarer ones.
 
     ``peft`` takes a listed name in ``target_modules`` for those of all layers whose names end so, and a text for a regular expression that

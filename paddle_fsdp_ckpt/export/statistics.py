@@ -33,7 +33,7 @@ class Statistics:
     infinite: int
 
 
-def statistics_of(index: CheckpointIndex, pieces: Sequence[Piece], progress: Callable[[int, int], None] | None = None) -> list[Statistics]:
+def statistics_of(index: CheckpointIndex, pieces: Sequence[Piece], progress: Callable[[int, int], None] | None) -> list[Statistics]:
     """Read the values of pieces, and say what those of each are like.
 
     Args:

@@ -155,7 +155,7 @@ class Runtime:
         return isinstance(reader, paddle.optimizer.Optimizer)
 
     def gradient_mark(self, numel: int) -> paddle.Tensor:
-        """Return a tensor of this many elements that stands for a gradient which was taken; see :class:`~.unit.ParameterShard`."""
+        """Return a tensor of this many elements that stands for a gradient which was taken; see :class:`ParameterShard`."""
         mark = self._gradient_marks.get(numel)
         if mark is None:
             mark = self._gradient_marks[numel] = paddle.zeros([numel])

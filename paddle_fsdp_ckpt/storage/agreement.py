@@ -115,34 +115,6 @@ def _is_time(value: Any) -> bool:
     return type(value) is not bool and isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
 
 
-def agree(rendezvous: Rendezvous, token: str, problem: str | None, timeout_seconds: float) -> None:
-    """Return on every rank where no rank has a problem; otherwise raise the same error on every rank.
-
-    Args:
-        rendezvous: the ranks that take part; all must call.
-        token: unique for this call in the life of the job, the same on all ranks.
-        problem: this rank's, in words, or None.
-        timeout_seconds: how much later than rank 0 any rank may call, and rank 0 than any other.
-
-    Raises:
-        RankFailedError: it names the ranks and their problems, or those that did not answer. A rank with an exception of its own
-            can raise that from this one.
-    """
-
-    def report() -> None:
-        if problem is not None:
-            raise _Problem(problem)
-
-    try:
-        exchange(rendezvous, token, report, lambda _: None, timeout_seconds)
-    except RankFailedError as error:
-        raise error from None
-
-
-class _Problem(Exception):
-    """A problem that is only known in words."""
-
-
 def _judge(
     rendezvous: Rendezvous,
     token: str,
@@ -270,7 +242,7 @@ def _hear(rendezvous: Rendezvous, token: str, timeout_seconds: float) -> tuple[J
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, (CheckpointError, _Problem)) else describe_error(error)
+    return str(error) if isinstance(error, CheckpointError) else describe_error(error)
 
 
 def _say(failures: dict[int, str]) -> str:

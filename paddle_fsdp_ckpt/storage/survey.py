@@ -48,11 +48,6 @@ class FileSurvey:
     entries: list[Entry] | None = None
     header_problem: str | None = None
 
-    @property
-    def is_intact(self) -> bool:
-        """Whether nothing at all is wrong."""
-        return self.problem is None and self.header_problem is None and not self.damaged
-
     def is_damaged(self, start: int, stop: int) -> bool:
         """Tell whether any of the bytes ``[start, stop)``, behind the header, lies in a damaged chunk."""
         return not self.damaged.isdisjoint(chunks_of(start, stop, self.record.header_nbytes))
@@ -89,7 +84,7 @@ class Survey:
         return self.files[file].is_damaged(byte_offset, byte_offset + (stop - start) * DTYPE_NBYTES[self.index.dtypes[key]])
 
 
-def survey(path: Path, *, workers: int | None = None, progress: Progress | None = None) -> Survey:
+def survey(path: Path, *, workers: int | None, progress: Progress | None) -> Survey:
     """Read all bytes of the checkpoint directory ``path`` and compare their digests, with ``workers`` threads.
 
     A damaged manifest that can still be parsed is used: whether a digest in it is right shows where the bytes fit it.

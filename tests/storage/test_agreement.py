@@ -9,13 +9,26 @@ from checkpoints import ThreadRendezvous, run_ranks
 
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError, RankFailedError
 from paddle_fsdp_ckpt.storage import agreement
-from paddle_fsdp_ckpt.storage.agreement import agree, exchange
+from paddle_fsdp_ckpt.storage.agreement import Rendezvous, exchange
 
 SOON = 0.2
 """Seconds; for what never comes."""
 
 LONG = 30.0
 """Seconds; for what comes as soon as its thread gets on."""
+
+
+def agree(ranks: Rendezvous, token: str, problem: str | None, timeout_seconds: float) -> None:
+    """Return on every rank where no rank has a problem; raise the same on every rank elsewhere."""
+
+    def report() -> None:
+        if problem is not None:
+            raise RankFailedError(problem)
+
+    try:
+        exchange(ranks, token, report, lambda _: None, timeout_seconds)
+    except RankFailedError as error:
+        raise error from None
 
 
 def test_every_rank_gets_what_rank_0_made_of_all_parts() -> None:
