@@ -100,7 +100,7 @@ class Small(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         self.up = Part(3, 75)
-        self.down = Part(75, 2)
+        self.down = Part(75, 8)  # so that on 2 ranks, and on 3, it is cut
         self.down.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(0.75))
         self.unused = Part(2, 3)
 

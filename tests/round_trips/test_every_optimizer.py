@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from harness import RankPool, RankPools, assert_equal_states
 from optimizer_cases import VARIANTS, State, assert_same_pieces, load_and_save, load_and_train, train_and_save, whole
 
 from paddle_fsdp_ckpt.optim import CATALOG
+from paddle_fsdp_ckpt.storage.index import read_index
 
 Ranks = Callable[[int], RankPool]
 Saved = tuple[Path, list[State], list[list[float]], list[State]]
@@ -45,6 +47,15 @@ def test_it_trains_as_one_process_and_resumes_bit_for_bit(variant: str, trained:
         assert_same_pieces(loaded, saved[rank])
         assert resumed_losses == losses[rank]
         assert_same_pieces(resumed, after[rank])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_element_is_stored_just_once(variant: str, trained: Callable[[str], Saved]) -> None:
+    path, saved, _, _ = trained(variant)
+    index = read_index(path)
+    pieces = {key: [one.piece.numel for one in index.pieces(key)] for key in index.stored}
+    assert {key: sum(numels) for key, numels in pieces.items()} == {key: math.prod(shape) for key, shape in whole(saved)[1].items()}
+    assert len(pieces["down.weight"]) == 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
