@@ -16,7 +16,7 @@ from ..base_weights import ParameterPart, note_told, other_base, own_sums, param
 from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
-from ..optim import WholeParameter, optimizer_list, states_restored_on_error
+from ..optim import WholeParameter, keeps_states, note_states, optimizer_list, states_restored_on_error
 from ..optimizer_states import is_master_weight
 from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, left_optimizers, restore_learning_rates
@@ -146,7 +146,13 @@ def load(
             planned.append((subjects, plan))
             alike = [str(where), subjects.digest(), plan.digest(), options.digest(plan.mapped)]
             told.append(own_sums(subjects, _base_parts(subjects, plan)) if plan.base else None)
-            return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json(), "base": told[0]}
+            return {
+                "alike": alike,
+                "problems": plan.problems.to_json(),
+                "notes": plan.notes.to_json(),
+                "base": told[0],
+                "states": [keeps_states(one.optimizer) for one in plan.subjects.steppers],
+            }
 
         with without_garbage_collection():
             verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
@@ -156,6 +162,9 @@ def load(
             damage = planned[0][1].damage
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
+    # What starts afresh is judged by the ranks that keep something of it.
+    for stepper, there in zip(plan.subjects.steppers, verdict["states"], strict=True):
+        note_states(stepper.optimizer, there)
     if (optimizer is None or optimizers) and parts is None and rendezvous.rank == COORDINATOR:
         _say_what_is_left_out(plan)
     try:
@@ -173,7 +182,7 @@ def load(
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
-    if plan.subjects.model is None and any(map(is_master_weight, plan.index.stored)):
+    if plan.subjects.steppers and plan.subjects.model is None and any(map(is_master_weight, plan.index.stored)):
         differences.append(
             "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
             "checkpoint's"
@@ -227,6 +236,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
         "conflicting": bool(problems.conflicts),
         "notes": merge_notes([one["notes"] for one in ranks]).to_json(),
         "other_base": other,
+        "states": [any(some) for some in zip(*(one["states"] for one in ranks), strict=True)],
     }
 
 

@@ -180,6 +180,18 @@ def drop_states(optimizer: Any, unwanted: Iterable[SteppedParameter]) -> None:
         optimizer._already_create_accumulator.discard(name)
 
 
+def keeps_states(optimizer: Any) -> bool:
+    """Tell whether this rank keeps states of any parameter in an optimizer."""
+    return any(optimizer._accumulators.values()) or bool(optimizer._master_weights)
+
+
+def note_states(optimizer: Any, there: bool) -> None:
+    """Let a bound optimizer know whether some rank keeps states in it."""
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.has_states = there
+
+
 @contextmanager
 def states_restored_on_error(optimizer: Any) -> Iterator[None]:
     """Give the optimizer back the states that it had, where the block raises."""
