@@ -162,7 +162,8 @@ def load(
             damage = planned[0][1].damage
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
-    # What starts afresh is judged by the ranks that keep something of it.
+    # What starts afresh, or keeps its values, is judged by the ranks that keep something of it.
+    notes = merge_notes([verdict["notes"]])
     for stepper, there in zip(plan.subjects.steppers, verdict["states"], strict=True):
         note_states(stepper.optimizer, there)
     if (optimizer is None or optimizers) and parts is None and rendezvous.rank == COORDINATOR:
@@ -175,7 +176,7 @@ def load(
             raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
-        _announce(subjects, plan)
+        _announce(subjects, plan, notes)
     _reset_gradients(plan.subjects, plan.run)
     differences, has_rates = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else ([], False)
     differences += left_optimizers(plan.subjects, plan.run)
@@ -194,7 +195,7 @@ def load(
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
     found = {"model": True, "optimizer": bool(plan.run.optimizers), "learning_rate": has_rates}
     parts = [part for part in PARTS if part in plan.options.parts and found[part]]
-    return _report(plan, merge_notes([verdict["notes"]]), parts, differences, verdict["other_base"])
+    return _report(plan, notes, parts, differences, verdict["other_base"])
 
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
@@ -271,16 +272,27 @@ def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: lis
     )
 
 
-def _announce(subjects: Subjects, plan: LoadPlan) -> None:
+def _announce(subjects: Subjects, plan: LoadPlan, notes: LoadNotes) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
     loaded = plan.subjects
     stepped = [one for stepper in loaded.steppers for one in stepper.parameters]
-    kept = [*plan.notes.missing, *plan.base, *plan.kept]
+    kept = _kept_names(plan, notes)
     loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, kept)
     # What is cut knows its optimizers; a plain model doesn't.
     if loaded.model is not None and not loaded.steppers:
         for stepper in subjects.steppers:
             _let_masters_follow(stepper, kept)
+
+
+def _kept_names(plan: LoadPlan, notes: LoadNotes) -> set[str]:
+    """Return all names of the parameters and buffers that keep their values, the same on every rank; ``notes`` are of all ranks."""
+    reshaped, lacking = {one.key for one in notes.other_shape}, {*notes.missing, *plan.base}
+    for names in plan.subjects.tied():
+        if not reshaped.isdisjoint(names):
+            reshaped.update(names)
+        elif not lacking.issuperset(names):  # it has the values that are there under another name
+            lacking.difference_update(names)
+    return reshaped | lacking
 
 
 def _let_masters_follow(stepper: Stepper, kept: Collection[str]) -> None:
