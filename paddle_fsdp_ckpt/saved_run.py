@@ -232,10 +232,14 @@ def _stock_differences(index: CheckpointIndex, stepper: Stepper) -> list[str]:
     kept = entry_of(stepper.optimizer).states
     held = {state for name, state in _stock_states(index.stored) if name in stepper.names} - {_MASTER_WEIGHT}
     if kept and not held:
-        raise IncompleteCheckpointError(
-            f"'{index.path}' has no states of the parameters of {stepper.cls}; nothing was changed. If it was saved without an optimizer, "
-            'load it with parts={"model"}, or with optimizer=None'
+        others = sorted({name for name, state in _stock_states(index.stored) if state != _MASTER_WEIGHT})
+        way_out = (
+            f"It has states of others: {listing(others)}; where these are the same by other names, give key_map; or leave {stepper.cls} "
+            "out of the optimizers that you give, which then stays as it is"
+            if others
+            else 'If it was saved without an optimizer, load it with parts={"model"}, or with optimizer=None'
         )
+        raise IncompleteCheckpointError(f"'{index.path}' has no states of the parameters of {stepper.cls}; nothing was changed. {way_out}")
     if held - kept.keys():
         return [f"it holds {listing(sorted(held))} of parameters, and {stepper.cls} keeps {listing(kept)}, so its states don't fit"]
     return []

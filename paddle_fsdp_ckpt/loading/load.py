@@ -16,7 +16,7 @@ from ..base_weights import ParameterPart, note_told, other_base, own_sums, param
 from ..errors import CorruptCheckpointError, MismatchError, RankFailedError
 from ..lora_layers import scaling_differences
 from ..meeting import absolute_path, check_same, open_meeting
-from ..optim import WholeParameter, optimizer_list, states_restored_on_error
+from ..optim import WholeParameter, keeps_states, note_states, optimizer_list, states_restored_on_error
 from ..optimizer_states import is_master_weight
 from ..progress import long_progress
 from ..saved_run import SavedRun, hyperparameter_differences, left_optimizers, restore_learning_rates
@@ -146,7 +146,13 @@ def load(
             planned.append((subjects, plan))
             alike = [str(where), subjects.digest(), plan.digest(), options.digest(plan.mapped)]
             told.append(own_sums(subjects, _base_parts(subjects, plan)) if plan.base else None)
-            return {"alike": alike, "problems": plan.problems.to_json(), "notes": plan.notes.to_json(), "base": told[0]}
+            return {
+                "alike": alike,
+                "problems": plan.problems.to_json(),
+                "notes": plan.notes.to_json(),
+                "base": told[0],
+                "states": [keeps_states(one.optimizer) for one in plan.subjects.steppers],
+            }
 
         with without_garbage_collection():
             verdict = exchange(rendezvous, f"{token}/plan", plan_all, lambda ranks: _judge(ranks, *planned[0]), timeout_seconds)
@@ -156,6 +162,10 @@ def load(
             damage = planned[0][1].damage
             raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
     subjects, plan = planned[0]
+    # What starts afresh, or keeps its values, is judged by the ranks that keep something of it.
+    notes = merge_notes([verdict["notes"]])
+    for stepper, there in zip(plan.subjects.steppers, verdict["states"], strict=True):
+        note_states(stepper.optimizer, there)
     if (optimizer is None or optimizers) and parts is None and rendezvous.rank == COORDINATOR:
         _say_what_is_left_out(plan)
     try:
@@ -166,14 +176,14 @@ def load(
             raise
         raise RankFailedError(f"{error}; {PARTIAL_STATE}") from error
     finally:
-        _announce(subjects, plan)
+        _announce(subjects, plan, notes)
     _reset_gradients(plan.subjects, plan.run)
     differences, has_rates = restore_learning_rates(subjects.steppers, plan.run) if "learning_rate" in plan.options.parts else ([], False)
     differences += left_optimizers(plan.subjects, plan.run)
     differences += hyperparameter_differences(plan.subjects.steppers, plan.run)
     if plan.subjects.model is not None:
         differences += scaling_differences(plan.subjects.model, plan.run.lora)
-    if plan.subjects.model is None and any(map(is_master_weight, plan.index.stored)):
+    if plan.subjects.steppers and plan.subjects.model is None and any(map(is_master_weight, plan.index.stored)):
         differences.append(
             "master weights were loaded and the model's weights were not; where those are others, the first step replaces them by the "
             "checkpoint's"
@@ -185,7 +195,7 @@ def load(
         differences.append("the learning rate and its schedule were left as they are, since parts lacks 'learning_rate'")
     found = {"model": True, "optimizer": bool(plan.run.optimizers), "learning_rate": has_rates}
     parts = [part for part in PARTS if part in plan.options.parts and found[part]]
-    return _report(plan, merge_notes([verdict["notes"]]), parts, differences, verdict["other_base"])
+    return _report(plan, notes, parts, differences, verdict["other_base"])
 
 
 def _say_what_is_left_out(plan: LoadPlan) -> None:
@@ -227,6 +237,7 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
         "conflicting": bool(problems.conflicts),
         "notes": merge_notes([one["notes"] for one in ranks]).to_json(),
         "other_base": other,
+        "states": [any(some) for some in zip(*(one["states"] for one in ranks), strict=True)],
     }
 
 
@@ -261,16 +272,27 @@ def _report(plan: LoadPlan, notes: LoadNotes, parts: list[str], differences: lis
     )
 
 
-def _announce(subjects: Subjects, plan: LoadPlan) -> None:
+def _announce(subjects: Subjects, plan: LoadPlan, notes: LoadNotes) -> None:
     """Let go of gathered weights, which are out of date now, and let master weights that were not loaded follow the model."""
     loaded = plan.subjects
     stepped = [one for stepper in loaded.steppers for one in stepper.parameters]
-    kept = [*plan.notes.missing, *plan.base, *plan.kept]
+    kept = _kept_names(plan, notes)
     loaded.sharding.values_written(loaded.model, [stepper.optimizer for stepper in loaded.steppers], stepped, kept)
     # What is cut knows its optimizers; a plain model doesn't.
     if loaded.model is not None and not loaded.steppers:
         for stepper in subjects.steppers:
             _let_masters_follow(stepper, kept)
+
+
+def _kept_names(plan: LoadPlan, notes: LoadNotes) -> set[str]:
+    """Return all names of the parameters and buffers that keep their values, the same on every rank; ``notes`` are of all ranks."""
+    reshaped, lacking = {one.key for one in notes.other_shape}, {*notes.missing, *plan.base}
+    for names in plan.subjects.tied():
+        if not reshaped.isdisjoint(names):
+            reshaped.update(names)
+        elif not lacking.issuperset(names):  # it has the values that are there under another name
+            lacking.difference_update(names)
+    return reshaped | lacking
 
 
 def _let_masters_follow(stepper: Stepper, kept: Collection[str]) -> None:

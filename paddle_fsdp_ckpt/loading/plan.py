@@ -333,7 +333,6 @@ class _Planner:
             problems,
             state_loads=self.state_loads,
             notes=LoadNotes(missing, sorted(left_out), self._casts(targets), shapes, self.started_afresh, used, resized),
-            kept=frozenset(name for one in self.kept for name in self.names_of.get(one.key, (one.key,))),
             without_state=self.without_state,
             not_asked_for=sorted(self.saved.original_key(key) for key in self.not_asked_for),
             mapped=mapped,

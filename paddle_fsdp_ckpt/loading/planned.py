@@ -114,7 +114,6 @@ class LoadPlan:
         problems: of this rank.
         state_loads: one an optimizer where there is something to do before or after.
         notes: what this rank has to report.
-        kept: all names of the parameters and buffers that keep their values, since the checkpoint's have another shape.
         without_state: see :class:`~.report.LoadReport`; the same on all ranks, as are the following.
         not_asked_for: see there.
         mapped: see there.
@@ -133,7 +132,6 @@ class LoadPlan:
     problems: ReadProblems
     state_loads: Sequence[StateLoad] = ()
     notes: LoadNotes = field(default_factory=LoadNotes)
-    kept: frozenset[str] = frozenset()
     without_state: list[str] = field(default_factory=list)
     not_asked_for: list[str] = field(default_factory=list)
     mapped: dict[str, str] = field(default_factory=dict)

@@ -128,7 +128,8 @@ class LoadReport:
             They have none now either.
         not_asked_for: keys of the checkpoint, as it names them, that belong to a part that was not loaded.
         differences: in words, settings of the optimizers, and scalings of LoRA layers, that were saved otherwise and were left as they are.
-        missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values.
+        missing: keys that the checkpoint lacks, as ``allow_missing`` allows. Parameters and buffers kept their values, save those that it
+            has under another of their names.
         other_shape: parameters and buffers that have another shape in the checkpoint, as ``allow_other_shape`` allows. They kept their
             values.
         resized: parameters and buffers that have another size in one dimension in the checkpoint, as ``resize`` allows: the leading rows,

@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from ..errors import ShardingError, UnsupportedOptimizerError
+from ..errors import MismatchError, ShardingError, UnsupportedOptimizerError, listing
 from ..fsdp import ParameterShard, ShardedParameter, TensorFacts, few_at_a_time, why_without_values
 from ..optimizer_states import MASTER_WEIGHT_KEY
 from .binding import binding_of, optimizer_shards
@@ -143,8 +143,14 @@ def init_optimizer_state(optimizer: Any) -> None:
 
 
 def replace_states(optimizer: Any, parameters: Sequence[SteppedParameter], wanted: Collection[str]) -> None:
-    """Let an optimizer have states of just the wanted ones of its parameters, which are named alike on all ranks."""
-    drop_states(optimizer, [one for one in parameters if one.slot.name not in wanted])
+    """Let an optimizer have states of just the wanted ones of its parameters, which are named alike on all ranks.
+
+    Raises:
+        MismatchError: it would go on with states that it is to have no more. Nothing was changed.
+    """
+    unwanted = [one for one in parameters if one.slot.name not in wanted]
+    _check_may_drop(optimizer, unwanted)
+    drop_states(optimizer, unwanted)
     binding = binding_of(optimizer)
     if binding is not None:
         binding.has_states = False
@@ -169,6 +175,19 @@ def create_states(optimizer: Any, wanted: Sequence[SteppedParameter]) -> None:
             optimizer._create_accumulators(block, {**group, "params": chosen} if grouped else chosen)
 
 
+def _check_may_drop(optimizer: Any, unwanted: Sequence[SteppedParameter]) -> None:
+    """Raise where an optimizer has states of these in lists of its own too, which it has from its first step on."""
+    if not (getattr(optimizer, "_use_multi_tensor", False) and any(map(any, optimizer._param_dict.values()))):
+        return
+    listed = {id(parameter) for groups in optimizer._param_dict.values() for group in groups for parameter in group}
+    names = [one.slot.name for one in unwanted if id(one.parameter) in listed]
+    if names:
+        raise MismatchError(
+            f"the states of {len(names)} parameters are to start afresh, and {type(optimizer).__name__} with use_multi_tensor=True has "
+            f"stepped and would go on with those that it has: {listing(names)}; load into a new one, or leave use_multi_tensor out"
+        )
+
+
 def drop_states(optimizer: Any, unwanted: Iterable[SteppedParameter]) -> None:
     """Forget all states of these parameters; the next step starts them afresh."""
     for shard in unwanted:
@@ -178,6 +197,18 @@ def drop_states(optimizer: Any, unwanted: Iterable[SteppedParameter]) -> None:
             tensors.pop(owner, None)
         optimizer._master_weights.pop(name, None)
         optimizer._already_create_accumulator.discard(name)
+
+
+def keeps_states(optimizer: Any) -> bool:
+    """Tell whether this rank keeps states of any parameter in an optimizer."""
+    return any(optimizer._accumulators.values()) or bool(optimizer._master_weights)
+
+
+def note_states(optimizer: Any, there: bool) -> None:
+    """Let a bound optimizer know whether some rank keeps states in it."""
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.has_states = there
 
 
 @contextmanager

@@ -19,18 +19,18 @@ Ranks = Callable[[int], RankPool]
 class Partly(nn.Layer):
     """The first parameter lies on the first rank only, the second on all, and only one of them gets gradients."""
 
-    def __init__(self, used: str, numel: int) -> None:
+    def __init__(self, used: str, numel: int, small: int) -> None:
         super().__init__()
-        self.small, self.large = self.create_parameter([4]), self.create_parameter([numel])
+        self.small, self.large = self.create_parameter([small]), self.create_parameter([numel])
         self.used = used
 
     def forward(self) -> paddle.Tensor:
         return getattr(self, self.used).square().sum()
 
 
-def make(used: str, numel: int = 2000) -> tuple[nn.Layer, Any]:
+def make(used: str, numel: int = 2000, small: int = 4) -> tuple[nn.Layer, Any]:
     paddle.seed(1)
-    model = Partly(used, numel)
+    model = Partly(used, numel, small)
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
     ckpt.fully_shard(model, optimizer=optimizer)
     return model, optimizer
@@ -41,7 +41,7 @@ def keys_of(optimizer: Any) -> list[str]:
 
 
 def look(root: str, used: str, minimize: bool) -> dict[str, list[str]]:
-    """The states that there are: before a step, after one, after loads, and after a load that fails."""
+    """The states that there are: before a step, after one, after loads, after a load that fails, and after one that starts all afresh."""
     found = {}
     model, optimizer = make(used)
     found["none"] = keys_of(optimizer)
@@ -65,6 +65,9 @@ def look(root: str, used: str, minimize: bool) -> dict[str, list[str]]:
     with pytest.raises(ckpt.MismatchError):
         ckpt.load(f"{root}/after", model=model, optimizer=optimizer)
     found["failed"] = keys_of(optimizer)
+    model, optimizer = make(used, *((2000, 5) if used == "small" else (2001, 4)))
+    ckpt.load(f"{root}/after", model=model, optimizer=optimizer, allow_other_shape=[used])
+    found["afresh"] = keys_of(optimizer)
     return found
 
 
@@ -75,5 +78,5 @@ def test_all_ranks_know_alike_what_has_states(used: str, minimize: bool, tmp_pat
     every = [["large.velocity_0", "small.velocity_0"], ["large.velocity_0"]]
     own = [[f"{used}.velocity_0"], [] if used == "small" else ["large.velocity_0"]]
     for name in first:
-        expected = every if name in ("none", "failed") else own
+        expected = every if name in ("none", "failed", "afresh") else own
         assert [first[name], second[name]] == expected, name

@@ -118,3 +118,32 @@ def restored(root: str) -> tuple[int | None, list[str], bool, str]:
         report = manager.restored
     assert report is not None
     return step, [one.key for one in report.load.other_shape], report.load.is_exact, str(report)
+
+
+class SmallBesideLarge(nn.Layer):
+    """Of two ranks the second keeps nothing of the first parameter."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.small, self.large = self.create_parameter([numel]), self.create_parameter([2000])
+
+    def forward(self) -> paddle.Tensor:
+        return self.small.square().sum() + self.large.square().mean()
+
+
+def given_then_kept(path: str) -> np.ndarray:
+    """Give a parameter whole values, load a checkpoint that has it in another shape, save and step: what this rank has of it."""
+    models = []
+    for numel in (4, 5):
+        made = SmallBesideLarge(numel)
+        stepper = paddle.optimizer.SGD(0.25, parameters=made.parameters())
+        models.append((ckpt.fully_shard(made, optimizer=stepper), stepper))
+    (first, its_own), (made, stepper) = models
+    ckpt.save(path, model=first, optimizer=its_own)
+    made.small.set_value(paddle.full([5], 3.0))
+    ckpt.load(path, model=made, optimizer=stepper, allow_other_shape=["small"])
+    ckpt.save(f"{path}_kept", model=made, optimizer=stepper)
+    made().backward()
+    stepper.step()
+    weights = ckpt.sharded_state_dict(made)
+    return weights["small"].local_tensor.numpy().copy() if "small" in weights else np.zeros(0, "float32")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_cases import whole
+from checkpoint_cases import VOCABULARY, whole
 from harness import RankPool
 from loaded_bases import Saved, assert_values, is_state, load_on
 from option_cases import (
@@ -19,6 +19,7 @@ from option_cases import (
     load,
     load_parts,
     masters_follow,
+    masters_of_tied_follow,
     number_name,
     one_of_a_model_and_its_average,
     refused,
@@ -197,6 +198,12 @@ def test_parts(parts: list[str], world_size: int, tmp_path: Path, ranks: Ranks) 
 def test_master_weights_follow_but_for_missing_parameters(sharded: bool, tmp_path: Path, ranks: Ranks) -> None:
     for found in ranks(2).run(masters_follow, str(tmp_path / "masters"), sharded):
         assert all(found.values()), found
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_master_weights_follow_a_tied_tensor_of_which_one_name_is_stored(sharded: bool, tmp_path: Path, ranks: Ranks) -> None:
+    found = ranks(2).run(masters_of_tied_follow, str(tmp_path / "tied"), sharded)
+    assert [value for one in found for value in one] == [0.5] * (VOCABULARY * 10) * (1 if sharded else 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

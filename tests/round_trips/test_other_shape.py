@@ -10,7 +10,7 @@ import pytest
 from harness import RankPool
 from loaded_bases import Saved, assert_values, is_state, load_on
 from option_cases import LARGER, refused
-from shape_cases import follow, restored, with_master_weights
+from shape_cases import follow, given_then_kept, restored, with_master_weights
 from strict_cases import VOCABULARY
 from test_strict import check
 
@@ -60,6 +60,12 @@ def test_nothing_of_the_same_shape_is_refused(saved: Saved, ranks: Ranks) -> Non
 def test_master_weights(tmp_path: Path, ranks: Ranks) -> None:
     for found in ranks(2).run(with_master_weights, str(tmp_path / "low")):
         assert all(found.values()), found
+
+
+def test_what_was_given_and_kept_is_the_same_on_all_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2).run(given_then_kept, str(tmp_path / "given"))
+    assert first.tolist() == [1.5] * 5  # 3 - 0.25 * 2 * 3
+    assert not second.size
 
 
 def test_a_manager_passes_it_on(tmp_path: Path, ranks: Ranks) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 from harness import RankPool, RankPools
 from stock_forms import (
     FORMS,
+    MODELS,
     SCALARS,
     assert_holds,
     expected,
@@ -19,12 +21,16 @@ from stock_forms import (
     load_into,
     load_nested,
     load_parts,
+    named,
     refused,
     save_form,
     save_model,
     save_some_states,
     train_and_save,
+    value_of,
 )
+
+import paddle_fsdp_ckpt as ckpt
 
 Ranks = Callable[[int], RankPool]
 KINDS = ["distcp", "safetensors"]
@@ -130,6 +136,33 @@ def test_parameters_without_states_are_reported(tmp_path: Path, ranks: Ranks, si
     }
     (said,) = [text for text in report.differences if text.startswith("2 parameters of AdamW have no states in it and were left without: ")]
     assert "head.weight" in said and "gain" in said
+
+
+def one_without_states(path: str) -> tuple[str, bool, str]:
+    """Load what has states of one of two optimizers: into both, what is said; into that one; and by a prefix that nothing has."""
+    save_some_states(path)
+    model = MODELS["awkward"]()
+    bare = [one for name, one in named(model).items() if name in ("gain", "head.weight")]
+    held = [one for one in model.parameters() if not any(one is other for other in bare)]
+    first, second = (paddle.optimizer.AdamW(0.01, parameters=some) for some in (held, bare))
+    ckpt.fully_shard(model, optimizer=[first, second])
+    with pytest.raises(ckpt.IncompleteCheckpointError) as both:
+        ckpt.load(path, model=model, optimizer=[first, second])
+    ckpt.load(path, model=model, optimizer=[first], parts={"model", "optimizer"})
+    gain = model.gain
+    with ckpt.local_parameters(model):
+        is_loaded = bool((gain.numpy() == value_of("gain", gain.shape)).all())
+    with pytest.raises(ckpt.IncompleteCheckpointError) as prefixed:
+        ckpt.load(path, model=model, optimizer=[first], key_map={"": "run."})
+    return str(both.value), is_loaded and not any(second._accumulators.values()), str(prefixed.value)
+
+
+def test_an_optimizer_of_which_nothing_is_there(tmp_path: Path, single: RankPool) -> None:
+    ((both, is_loaded, prefixed),) = single.run(one_without_states, str(tmp_path / "saved"))
+    assert is_loaded
+    for message in (both, prefixed):
+        assert "has no states of the parameters of AdamW; nothing was changed. It has states of others: " in message
+        assert "give key_map; or leave AdamW out of the optimizers that you give" in message
 
 
 def test_nested_dicts_are_loaded_by_their_names(tmp_path: Path, single: RankPool) -> None:
