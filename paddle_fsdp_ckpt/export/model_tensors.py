@@ -61,7 +61,7 @@ def model_tensors(
     _check_layers([values for _, values in rules.values()], config)
     kept = _tied_keys(index, contents, {key: rule for key, (rule, _) in rules.items()})
     sources_of = {
-        key: tuple(apply_rule(rule, values, _whole(index, contents, key, master_weights), config))
+        key: tuple(apply_rule(rule, values, stored_piece(index, contents, key, master_weights=master_weights), config))
         for key, (rule, values) in rules.items()
         if key not in kept
     }
@@ -88,7 +88,12 @@ def model_tensors(
     return ModelTensors(tuple(sources), tied, tuple(notes), unchecked)
 
 
-def _whole(index: CheckpointIndex, contents: Contents, key: str, master_weights: bool) -> Piece:
+def stored_piece(index: CheckpointIndex, contents: Contents, key: str, *, master_weights: bool) -> Piece:
+    """Return what the values of a key are taken from: itself or, with ``master_weights``, its master weight, where it has one.
+
+    Raises:
+        MismatchError: both have different shapes.
+    """
     stored = contents.masters.get(key, key) if master_weights else key
     if index.global_shape(stored) != index.global_shape(key):
         raise MismatchError(
@@ -104,13 +109,15 @@ def _tied_keys(index: CheckpointIndex, contents: Contents, rules: dict[str, Rule
         if rule.tied_to is not None and rule.tied_to in index and _are_tied(index, contents, key, rule.tied_to):
             kept[key] = rule.tied_to
     for names in contents.tied or ():
-        present = [key for key in contents.model if key in names and key not in kept]
+        present = [key for key in contents.model if key in names and key not in kept and key not in contents.apart]
         first, *others = sorted(present, key=lambda key: key not in kept.values()) or [""]
         kept |= {key: first for key in others if rules[key].lies_as(rules[first])}
     return kept
 
 
 def _are_tied(index: CheckpointIndex, contents: Contents, key: str, other: str) -> bool:
+    if key in contents.apart or other in contents.apart:
+        return False
     if contents.tied is not None:
         return any(key in names and other in names for names in contents.tied)
     return have_same_values(index, [key, other])

@@ -181,6 +181,56 @@ def test_what_trained_besides_is_found_under_any_name(tmp_path: Path, ranks: Ran
     assert not (tmp_path / "out").exists()
 
 
+O_PROJ, NORM, EMBEDDING, HEAD = "model.layers.0.self_attn.o_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), [("float32", False), ("bfloat16", True)])
+def test_what_trained_besides_takes_the_place_of_the_base(dtype: str, master_weights: bool, tmp_path: Path, ranks: Ranks) -> None:
+    # A base with master weights of its own; a norm trains, and a weight beside the LoRA matrices that it has.
+    right = published("qwen3")
+    base = as_in_paddle("qwen3", right, fused=False)
+    trained = {NORM: base[NORM] * np.float32(1.7), O_PROJ: base[O_PROJ] * np.float32(0.3)}
+    adapters = lora_models.adapters_for([O_PROJ], base, {})
+    layer = O_PROJ.removesuffix(".weight")
+    ranks(2).run(made_models.save_model, str(tmp_path / "base"), base, dtype, {}, master_weights)
+    arrays = base | adapters | trained
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "adapters"), arrays, list(trained), {layer: 2.0}, dtype, {})
+    options: dict[str, Any] = {"recipe": "qwen3", "dtype": "float32", "master_weights": master_weights}
+    export_huggingface(tmp_path / "adapters", tmp_path / "model", base=tmp_path / "base", **options)
+    merged = lora_models.merged(base | trained, adapters, {layer: 2.0})
+    assert_equal(read_model(tmp_path / "model"), right | {NORM: merged[NORM], O_PROJ: np.ascontiguousarray(merged[O_PROJ].T)})
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("trains", [EMBEDDING, HEAD])
+def test_what_trained_apart_from_a_tied_base(trains: str, stock: bool, tmp_path: Path, ranks: Ranks) -> None:
+    right = published("qwen3")
+    right[HEAD] = right[EMBEDDING]
+    arrays = as_in_paddle("qwen3", right, fused=False)
+    base = {name: array for name, array in arrays.items() if name != HEAD}
+    if stock:
+        ranks(2).run(made_models.save_with_stock, str(tmp_path / "base"), base, {HEAD: EMBEDDING})
+    else:
+        ranks(2).run(made_models.save_model, str(tmp_path / "base"), base, "float32", {HEAD: EMBEDDING})
+    adapters = lora_models.adapters_for([O_PROJ], arrays, {})
+    layer = O_PROJ.removesuffix(".weight")
+    right[O_PROJ] = np.ascontiguousarray(lora_models.merged(arrays, adapters, {layer: 2.0})[O_PROJ].T)
+    right[trains] = right[trains] + 1
+    apart = arrays | adapters | {trains: right[trains]}
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "apart"), apart, [trains], {layer: 2.0}, "float32", {})
+    for number, config in enumerate((None, write_config(tmp_path / "untied", config_of("qwen3")))):
+        export_huggingface(tmp_path / "apart", tmp_path / f"{number}", base=tmp_path / "base", recipe="qwen3", config=config)
+        assert_equal(read_model(tmp_path / f"{number}"), right)
+    config = write_config(tmp_path / "tied", config_of("qwen3", tie_word_embeddings=True))
+    with pytest.raises(MismatchError, match="'lm_head.weight' is a tensor of its own, which would be lost"):
+        export_huggingface(tmp_path / "apart", tmp_path / "model", base=tmp_path / "base", config=config)
+    # Where the model has both names for one tensor, they still are one.
+    together = {name: array for name, array in apart.items() if name != HEAD} | {EMBEDDING: right[trains]}
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "one"), together, [EMBEDDING], {layer: 2.0}, "float32", {HEAD: EMBEDDING})
+    export_huggingface(tmp_path / "one", tmp_path / "model", base=tmp_path / "base", config=config)
+    assert_equal(read_model(tmp_path / "model"), {name: right[trains if name == EMBEDDING else name] for name in right if name != HEAD})
+
+
 def test_layers_whose_names_end_alike_are_told_apart(tmp_path: Path, ranks: Ranks) -> None:
     scalings = {"proj": 4.0, "enc.proj": 1.0, "enc.more": 1.0, "enc.1.up": 3.0}
     others = ["encoder.1.up", "dec.proj", "out"]
