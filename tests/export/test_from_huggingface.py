@@ -84,6 +84,12 @@ def test_tied_weights(family: str, written: bool, tmp_path: Path, ranks: Ranks) 
         ({"vocab_size": 5}, {}, "vocab_size and hidden_size in"),
         ({}, {"model.layers.0.mlp.more": np.zeros(2, np.float32)}, "1 key is taken by no rule: 'model.layers.0.mlp.more'"),
         ({"model_type": "bert"}, {}, "model_type 'bert'; give --recipe"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            {"model.layers.0.mlp.up_proj.qweight": np.zeros((2, 10), np.int32)},
+            "says that the model is quantized (gptq); take the model as it is published in bfloat16",
+        ),
+        ({"quantization_config": {"load_in_8bit": True}}, {}, "says that the model is quantized (bitsandbytes)"),
     ],
 )
 def test_what_does_not_fit(changes: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -117,6 +123,17 @@ def damage_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(fields))
 
 
+def replaced_by_one_file(model: Path) -> None:
+    for part in model.glob("model-*.safetensors"):
+        part.unlink()
+    save_file({"a": np.ones(5, np.float32)}, model / "model.safetensors")
+
+
+def store_in_eight_bits(model: Path) -> None:
+    header = json.dumps({name: {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [i, i + 3]} for name, i in (("b", 0), ("d", 3))})
+    (model / "model-00002-of-00002.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(6))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -128,6 +145,10 @@ def damage_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda model: damage_index(model, lambda fields: fields["weight_map"].update(e=fields["weight_map"]["a"])), "lack 'e'"),
         (lambda model: damage_index(model, lambda fields: fields["weight_map"].pop("a")), "has 'a', which the index doesn't give it"),
         (lambda model: (model / "model.safetensors.index.json").unlink(), "lacks model.safetensors"),
+        # Saved whole where it lay in parts before, by a tool that removes the parts, or leaves them.
+        (lambda model: save_file({"a": np.ones(5, np.float32)}, model / "model.safetensors"), "holds two models: 'model.safetensors'"),
+        (replaced_by_one_file, "holds two models: 'model.safetensors'"),
+        (store_in_eight_bits, "'b' has the dtype 'F8_E4M3', which is not supported; take the model as it is published in bfloat16"),
     ],
 )
 def test_damaged_models(change: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

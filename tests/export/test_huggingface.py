@@ -200,6 +200,32 @@ def test_a_configuration_of_another_model(family: str, changes: dict[str, Any], 
     assert not (tmp_path / "model").exists()
 
 
+def test_a_configuration_of_the_quantized_model(tmp_path: Path, ranks: Ranks) -> None:
+    right = published("qwen3")
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), as_in_paddle("qwen3", right, fused=True))
+    for quantized in ({"quant_method": "fp8"}, None, {"quant_method": None, "weight_quantize_algo": None}):
+        config = write_config(tmp_path / "config", config_of("qwen3", quantization_config=quantized))
+        for recipe in ("auto", "qwen3"):
+            out = tmp_path / f"model {recipe} {quantized}"
+            if quantized is None or not quantized["quant_method"]:
+                export_huggingface(tmp_path / "saved", out, config=config, recipe=recipe)
+                assert_equal(read_model(out), right)
+                continue
+            with pytest.raises(MismatchError, match=r"is quantized \(fp8\), and the checkpoint's tensors are not; give a configuration wi"):
+                export_huggingface(tmp_path / "saved", out, config=config, recipe=recipe)
+            assert not out.exists()
+    # Tensors that are quantized, copied as they are.
+    packed = {"up.qweight": np.arange(6, dtype=np.int32), "up.scales": np.ones(3, np.float16)}
+    path = tmp_path / "packed"
+    path.mkdir()
+    pieces = [(Piece(name, str(array.dtype), array.shape, (0,), array.shape), array.data) for name, array in packed.items()]
+    record = write_rank_file(path / rank_file_name(0), pieces)
+    (path / MANIFEST_NAME).write_text(Manifest(3, 1, utc_now(), {}, [], None, (record,)).to_json())
+    config = write_config(tmp_path / "other", {"model_type": "other", "quantization_config": {"quant_method": "gptq"}})
+    export_huggingface(path, tmp_path / "copied", config=config, recipe="none")
+    assert_equal(read_model(tmp_path / "copied"), packed)
+
+
 def test_a_head_that_is_not_there(tmp_path: Path, ranks: Ranks) -> None:
     arrays = as_in_paddle("qwen3", published("qwen3"), fused=False)
     del arrays["lm_head.weight"]

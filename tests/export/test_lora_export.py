@@ -257,6 +257,27 @@ def test_adapters_of_a_self_written_llama(tmp_path: Path, ranks: Ranks) -> None:
     np.testing.assert_array_equal(found[f"{there}.lora_A.weight"], arrays[f"{layer}.lora_A"].T.astype(np.float32))
 
 
+def test_adapters_that_peft_wants_otherwise(tmp_path: Path, ranks: Ranks) -> None:
+    base = as_in_paddle("qwen3", published("qwen3"), fused=False)
+    adapters = lora_models.adapters_for([EMBEDDING, O_PROJ], base, {})
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), base | adapters)
+    recipe = tmp_path / "recipe.json"
+    rule = O_PROJ.replace(".0.", ".{layer}.")
+    recipe.write_text(json.dumps({"name": "mine", "extends": "qwen3", "rules": [{"source": rule, "targets": [rule]}]}))
+    for name, key in (("qwen3", EMBEDDING), (str(recipe), O_PROJ)):
+        left = {f"{key.removesuffix('.weight')}.lora_{one}" for one in "AB"}
+        arrays = base | {name: array for name, array in adapters.items() if name in left}
+        saved = tmp_path / f"{key} only"
+        ranks(1).run(made_models.save_model, str(saved), arrays)
+        with pytest.raises(MismatchError, match=f"doesn't transpose '{key}', .* merge them into their base, --to hf"):
+            export_peft(saved, tmp_path / "peft", recipe=name, lora_alpha=4.0)
+        export_huggingface(saved, tmp_path / f"{key} merged", recipe=name, merge_lora=True, lora_alpha=4.0)
+        right = lora_models.merged(base, adapters, {key.removesuffix(".weight"): 2.0})
+        np.testing.assert_array_equal(read_model(tmp_path / f"{key} merged")[key], right[key])
+    with pytest.raises(CheckpointError, match="is nan, and a finite number is needed"):
+        export_huggingface(tmp_path / "saved", tmp_path / "model", recipe="qwen3", merge_lora=True, lora_alpha=float("nan"))
+
+
 def test_layers_that_are_no_lora_are_refused(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:
     first = next(iter(saved.scalings))
     for number, (name, shape, words) in enumerate(

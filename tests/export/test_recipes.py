@@ -199,6 +199,8 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
         ({"source": "a", "targets": [1]}, r"has targets = \[1\]"),
         ({"source": "a", "targets": ["b"], "transpose": "yes"}, "has transpose = 'yes'"),
         ({"source": "a.{n}", "targets": ["b.{m}"]}, r"has no placeholder \{m\}"),
+        ({"source": "a.{n}", "targets": ["b.{N}"]}, r"'b\.\{N\}' has a brace that is of no placeholder"),
+        ({"source": "a.{n1}", "targets": ["b"]}, r"'a\.\{n1\}' has a brace that is of no placeholder"),
         ({"source": "a.{n}.{n}", "targets": ["b"]}, "has a placeholder twice"),
         ({"source": "a", "targets": ["b"], "unstack": "n"}, "not all of its targets have that"),
         ({"source": "a", "targets": ["b", "c"]}, "has 2 targets and split = None"),
