@@ -69,7 +69,7 @@ def model_tensors(
     for key, other in kept.items():
         rule, values = rules[key]
         copy = replace(sources_of[other][0], name=rule.target_name(values))
-        if rule.tied_to is not None and config is not None and config.get(TIED) is not True:
+        if config is not None and config.get(TIED) is not True:
             sources_of[key] = (copy,)  # a reader who isn't told that they are one needs both
         else:
             tied[copy.name] = sources_of[other][0].name

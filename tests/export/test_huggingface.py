@@ -151,6 +151,23 @@ def test_tied_weights(family: str, tmp_path: Path, ranks: Ranks) -> None:
     assert_equal(read_model(tmp_path / "twice"), once | {"lm_head.weight": right["model.embed_tokens.weight"]})
 
 
+def test_what_is_tied_beside_the_head(tmp_path: Path, ranks: Ranks) -> None:
+    # Rules that don't say which is the head: a reader who isn't told that they are one needs both.
+    ranks(2).run(made_models.save_model, str(tmp_path / "saved"), SMALL, "float32", {"head.weight": "first.weight"})
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"name": "mine", "rules": [{"source": "{*key}", "targets": ["net.{*key}"]}]}))
+    for fields, names in (
+        ({}, ["first", "head"]),
+        ({"tie_word_embeddings": False}, ["first", "head"]),
+        ({"tie_word_embeddings": True}, ["first"]),
+    ):
+        out = tmp_path / f"{fields}"
+        config = write_config(tmp_path / "config", {"model_type": "other", **fields})
+        export_huggingface(tmp_path / "saved", out, recipe=str(recipe), config=config)
+        weights = {f"net.{name}.weight": SMALL["first.weight"] for name in names}
+        assert_equal(read_model(out), {f"net.{name}": array for name, array in SMALL.items()} | weights)
+
+
 def test_tied_only_in_the_configuration(tmp_path: Path, ranks: Ranks) -> None:
     arrays = as_in_paddle("qwen3", published("qwen3"), fused=False)
     ranks(2).run(made_models.save_model, str(tmp_path / "saved"), arrays)
