@@ -14,8 +14,9 @@ from ..storage.json_values import JsonValue
 from .checkpoint_file import write_checkpoint
 from .config import CONFIG_NAME, TIED, ModelConfig, read_config
 from .huggingface_files import COMPUTED, check_not_quantized, read_huggingface_index
+from .model_tensors import check_described
 from .new_directory import new_directory
-from .recipes import AUTO, choose_recipe
+from .recipes import AUTO, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .tensors import TensorReader
 
@@ -84,6 +85,8 @@ def import_huggingface(
     chosen = choose_recipe(recipe, config)
     check_not_quantized(config, chosen)
     sources, tied = _sources(index, chosen, config)
+    if chosen in RECIPES.values():  # rules of a file may be for more than the configuration describes
+        check_described(directory, chosen, config, {source.slab.key: source.slab.global_shape for source in sources}, {}, ())
     reader = TensorReader(index, dtype)
     tensors = [reader.output(source) for source in sources]
     with new_directory(Path(out)) as staging:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import LOW_PRECISION
@@ -80,7 +81,7 @@ def model_tensors(
     _check_names(sources)
     extended = {key for key, (rule, _) in rules.items() if recipe.is_extended and rule in recipe.own_rules}
     besides = {source.name for key in extended for source in sources_of.get(key, ())}
-    unchecked = _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
+    unchecked = check_described(index.path, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters and index.dtypes[key] in LOW_PRECISION]
@@ -158,8 +159,8 @@ def _numbered(layers: Collection[int]) -> str:
     return f"{'layer' if len(layers) == 1 else 'layers'} number {listing(map(str, sorted(layers)))}"
 
 
-def _check_described(
-    index: CheckpointIndex,
+def check_described(
+    path: Path,
     recipe: Recipe,
     config: ModelConfig | None,
     found: Mapping[str, tuple[int, ...]],
@@ -169,7 +170,7 @@ def _check_described(
     """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough.
 
     Args:
-        index: of the checkpoint.
+        path: of the checkpoint.
         recipe: that made the tensors.
         config: of the model.
         found: their shapes, by their names.
@@ -213,19 +214,18 @@ def _check_described(
         if _is_own_form(family, found, {name: piece.global_shape for name, piece in pieces.items()}):
             return None
         raise MismatchError(
-            f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
+            f"'{path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
             f"Give this model's configuration, and the recipe that makes what that says ({family.name} for PaddleFormers' names, or a FILE "
             "of rules that you write); or no configuration"
         )
     if texts and not is_family:
         raise MismatchError(
-            f"the recipe '{recipe.name}' doesn't make of '{index.path}' the model that '{config.path}' describes; it {'; '.join(texts)}. "
+            f"the recipe '{recipe.name}' doesn't make of '{path}' the model that '{config.path}' describes; it {'; '.join(texts)}. "
             f"Mend the recipe, use that of the family ({family.name}), give this model's configuration, or none"
         )
     if texts:
         raise MismatchError(
-            f"'{config.path}' describes another model than '{index.path}' holds, which {'; '.join(texts)}; give the configuration of this "
-            "model"
+            f"'{config.path}' describes another model than '{path}' holds, which {'; '.join(texts)}; give the configuration of this model"
         )
     if not is_family and (recipe.family or recipe) in RECIPES.values():
         return (

@@ -16,7 +16,7 @@ import made_models
 import numpy as np
 import pytest
 from harness import RankPool
-from published import as_in_paddle, config_of, published
+from published import EXPERTS, INNER, WIDTH, as_in_paddle, config_of, published
 from safetensors.numpy import save_file
 
 from paddle_fsdp_ckpt.cli.main import main
@@ -27,6 +27,15 @@ from paddle_fsdp_ckpt.storage.format import rank_file_name
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]
+
+
+SIZES = {
+    "head_dim": WIDTH,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+    "shared_expert_intermediate_size": INNER,
+    "num_experts": EXPERTS,
+}
 
 
 def write_model(path: Path, arrays: Mapping[str, np.ndarray], config: Any, files: int = 1) -> Path:
@@ -49,7 +58,7 @@ def write_model(path: Path, arrays: Mapping[str, np.ndarray], config: Any, files
 )
 def test_families(family: str, world_size: int, files: int, tmp_path: Path, ranks: Ranks) -> None:
     tensors = published(family, biases=family.startswith("qwen2"))
-    model = write_model(tmp_path / "model", tensors, config_of(family), files)
+    model = write_model(tmp_path / "model", tensors, config_of(family, **SIZES), files)
     import_huggingface(model, tmp_path / "saved")
     assert verify(tmp_path / "saved").is_good
     right = as_in_paddle(family, tensors, fused=False)
@@ -84,6 +93,8 @@ def test_tied_weights(family: str, written: bool, tmp_path: Path, ranks: Ranks) 
         ({"vocab_size": 5}, {}, "vocab_size and hidden_size in"),
         ({}, {"model.layers.0.mlp.more": np.zeros(2, np.float32)}, "1 key is taken by no rule: 'model.layers.0.mlp.more'"),
         ({"model_type": "bert"}, {}, "model_type 'bert'; give --recipe"),
+        (SIZES, {"model.layers.1.mlp.up_proj.weight": None}, "model' holds, which lacks model.layers.1.mlp.up_proj.weight; give"),
+        (SIZES | {"num_hidden_layers": 1}, {}, "model' holds, which has besides model.layers.1."),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             {"model.layers.0.mlp.up_proj.qweight": np.zeros((2, 10), np.int32)},

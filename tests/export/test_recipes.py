@@ -183,6 +183,17 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
         list(apply_rule(rule, {}, piece, None))
 
 
+def test_heads_of_another_width(tmp_path: Path) -> None:
+    rule = Rule("a", ("q", "k", "v"), split="qkv")
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}
+    sources = list(apply_rule(rule, {}, whole("a", 24, 2), ModelConfig(tmp_path / "config.json", (fields,))))
+    assert [source.shape for source in sources] == [(12, 2), (6, 2), (6, 2)]
+    # A configuration of half as many heads would divide the rows too, and wrongly.
+    other = ModelConfig(tmp_path / "config.json", (fields | {"num_attention_heads": 2, "num_key_value_heads": 1},))
+    with pytest.raises(MismatchError, match="24 rows can't be those of 2 query heads and 1 key-value heads, each 3 wide"):
+        list(apply_rule(rule, {}, whole("a", 24, 2), other))
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
