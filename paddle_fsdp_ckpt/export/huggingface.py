@@ -165,6 +165,8 @@ def export_huggingface(
             index, contents = adapted.base, adapted.contents
         else:
             _check_not_adapted(index, contents, chosen)
+        if master_weights and not (contents.masters or (adapted is not None and contents_of(adapted.adapted).masters)):
+            raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
         model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
         states = optimizer_tensors(index, contents, chosen, model_config) if optimizer else None
         sources = [*model.sources, *(states.sources if states is not None else ())]

@@ -55,8 +55,6 @@ def model_tensors(
         MismatchError: they don't fit each other; it lists what doesn't.
         CheckpointError: something is missing that is needed.
     """
-    if master_weights and not contents.masters:
-        raise CheckpointError(f"'{index.path}' holds no master weights; leave --master-weights (master_weights=) out")
     rules = recipe.rules_of(contents.model)
     check_layout(recipe, {key: index.global_shape(key) for key in contents.model})
     _check_layers([values for _, values in rules.values()], config)

@@ -201,6 +201,26 @@ def test_what_trained_besides_takes_the_place_of_the_base(dtype: str, master_wei
     assert_equal(read_model(tmp_path / "model"), right | {NORM: merged[NORM], O_PROJ: np.ascontiguousarray(merged[O_PROJ].T)})
 
 
+def test_only_the_adapters_have_master_weights(tmp_path: Path, ranks: Ranks) -> None:
+    right = published("qwen3")
+    for array in right.values():
+        array.view(np.uint32)[...] &= 0xFFFF0000  # bfloat16 has them
+    base = as_in_paddle("qwen3", right, fused=False)
+    adapters = lora_models.adapters_for([O_PROJ], base, {})
+    layer = O_PROJ.removesuffix(".weight")
+    ranks(2).run(made_models.save_model, str(tmp_path / "base"), base, "bfloat16")
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "adapters"), base | adapters, [], {layer: 2.0}, "bfloat16", {})
+    options: dict[str, Any] = {"base": tmp_path / "base", "recipe": "qwen3", "dtype": "float32", "master_weights": True}
+    export_huggingface(tmp_path / "adapters", tmp_path / "model", **options)
+    merged = np.ascontiguousarray(lora_models.merged(base, adapters, {layer: 2.0})[O_PROJ].T)
+    assert_equal(read_model(tmp_path / "model"), right | {O_PROJ: merged})
+    plain = lora_models.adapters_for([O_PROJ], base, {})
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "float"), base | plain, [], {layer: 2.0}, "float32", {})
+    ranks(2).run(made_models.save_model, str(tmp_path / "float base"), base)
+    with pytest.raises(CheckpointError, match="float' holds no master weights; leave"):
+        export_huggingface(tmp_path / "float", tmp_path / "other", **options | {"base": tmp_path / "float base"})
+
+
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("trains", [EMBEDDING, HEAD])
 def test_what_trained_apart_from_a_tied_base(trains: str, stock: bool, tmp_path: Path, ranks: Ranks) -> None:
