@@ -13,6 +13,7 @@ from ..pieces import Piece
 from ..storage.base_parameter import BaseParameter
 from ..storage.casts import convert
 from ..storage.index import CheckpointIndex
+from ..storage.plan import FLOATING_DTYPES
 from .base_of_adapters import base_by_names, described_parameter
 from .contents import Contents, contents_of
 from .lora import Adapter, find_adapters, is_lora_key, unwrapped, weight_names, without_lora
@@ -82,6 +83,12 @@ def adapted_model(
     ]
     if wrong:
         raise MismatchError(f"'{owner.path}' lacks the weights of LoRA layers, or has others: {listing(wrong)}; give the right base")
+    no_numbers = [f"'{one.weight.key}' {dtype}" for one in adapters if (dtype := owner.dtypes[one.weight.key]) not in FLOATING_DTYPES]
+    if no_numbers:
+        raise MismatchError(
+            f"'{owner.path}' has weights of LoRA layers that are no floating point numbers, as of a quantized model: {listing(no_numbers)}"
+            "; give the base as it was before it was quantized (--allow-other-base), or export the adapters, --to peft"
+        )
     masters = contents.masters if master_weights else {}
     check_values(adapted, [piece.key for one in adapters for piece in (one.a, one.b)] + sorted({piece.key for piece in replaced.values()}))
     by_key = {masters.get(one.weight.key, one.weight.key): one for one in adapters}

@@ -96,6 +96,8 @@ def export_peft(
         check_one_model(index.path, weight_names(index), lambda names: fits_spelled(chosen, names, is_wrapped=True))
     index = unwrapped(index, weight_names(index), fits_recipe(chosen))
     chosen = spelled_for(chosen, weight_names(index))
+    if master_weights and not contents_of(index).masters:
+        raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
     adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
     more = _trained_besides(index)
     if more:

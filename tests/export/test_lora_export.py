@@ -19,6 +19,7 @@ from test_huggingface import assert_equal, read_model, write_config
 
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
+from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.peft import export_peft
 from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME
@@ -275,6 +276,18 @@ def test_adapters_of_a_self_written_llama(tmp_path: Path, ranks: Ranks) -> None:
     there = "base_model.model.model.layers.0.self_attn.q_proj"
     assert sorted(found) == [f"{there}.lora_A.weight", f"{there}.lora_B.weight"]
     np.testing.assert_array_equal(found[f"{there}.lora_A.weight"], arrays[f"{layer}.lora_A"].T.astype(np.float32))
+
+
+def test_a_quantized_base_and_no_master_weights(tmp_path: Path) -> None:
+    halves = {"up.lora_A": np.full((4, 2), 0.3, np.float32), "up.lora_B": np.full((2, 4), 0.7, np.float32)}
+    (tmp_path / "quantized").mkdir()
+    save_file({"up.weight": np.ones((4, 4), np.int8), **halves}, tmp_path / "quantized" / "model.safetensors")
+    import_huggingface(tmp_path / "quantized", tmp_path / "saved", recipe="none")
+    with pytest.raises(MismatchError, match="are no floating point numbers, as of a quantized model: 'up.weight' int8; give the base"):
+        export_huggingface(tmp_path / "saved", tmp_path / "out", recipe="none", merge_lora=True, lora_alpha=4.0)
+    with pytest.raises(CheckpointError, match="holds no master weights; leave --master-weights"):
+        export_peft(tmp_path / "saved", tmp_path / "out", recipe="none", master_weights=True, lora_alpha=4.0)
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_that_peft_wants_otherwise(tmp_path: Path, ranks: Ranks) -> None:
