@@ -72,18 +72,24 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
     if len({path.parent for path in paths}) > 1:
         raise CheckpointError(f"the files of '{directory}' are links into several directories; copy them into one")
     index = CheckpointIndex(paths[0].parent, tuple(FileRecord(path.name, path.stat().st_size, 0) for path in paths), {}, {})
+    found: set[str] = set()
     for number, path in enumerate(paths):
         entries = list(_read_header(path))
         for key, *_ in entries:
-            if key in index or (weight_map is not None and weight_map.get(key) != names[number]):
+            if key in found or (weight_map is not None and weight_map.get(key) != names[number]):
                 raise CorruptCheckpointError(
                     f"'{directory / names[number]}' has '{key}', which the index doesn't give it; download it again"
                 )
-        for conflict in index.add(number, entries):
+        found.update(key for key, *_ in entries)
+        for conflict in index.add(number, [entry for entry in entries if entry[2].numel]):
             raise CorruptCheckpointError(conflict)
-    lacking = [f"'{key}'" for key in weight_map or () if key not in index]
+    lacking = [f"'{key}'" for key in weight_map or () if key not in found]
     if lacking:
         raise IncompleteCheckpointError(f"the files of '{directory}' lack {listing(lacking)}, which the index names; download them again")
+    if not index.stored:
+        raise IncompleteCheckpointError(
+            f"'{directory}' has {counted(len(found), 'tensor')}, and no values; where ranks each kept a part of the model, save all of it"
+        )
     return index
 
 
@@ -141,7 +147,7 @@ def _read_header(path: Path) -> Iterator[Entry]:
 
 
 def _entries(path: Path, header: JsonValue, data_start: int, size: int) -> Iterator[Entry]:
-    """Yield what a header describes, checked as the format wants it: no holes, and nothing twice. Tensors without elements are left out."""
+    """Yield what a header describes, checked as the format wants it: no holes, and nothing twice."""
     header.pop(METADATA_KEY, None)
     position = data_start
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -156,8 +162,7 @@ def _entries(path: Path, header: JsonValue, data_start: int, size: int) -> Itera
             raise ValueError(
                 f"'{key:.500}' is {dtype} {list(shape)}, and said to be at bytes [{start}, {stop}) of the data, which doesn't fit"
             )
-        if numel:
-            yield key, dtype, Box(shape, (0,) * len(shape), shape, numel), 0, numel, position
+        yield key, dtype, Box(shape, (0,) * len(shape), shape, numel), 0, numel, position
         position = data_start + stop
     if position != size:
         raise ValueError(f"it has {size} bytes, and describes {position}")

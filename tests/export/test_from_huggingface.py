@@ -20,7 +20,7 @@ from published import EXPERTS, INNER, WIDTH, as_in_paddle, config_of, published
 from safetensors.numpy import save_file
 
 from paddle_fsdp_ckpt.cli.main import main
-from paddle_fsdp_ckpt.errors import CheckpointError, TargetExistsError
+from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, TargetExistsError
 from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
 from paddle_fsdp_ckpt.export.new_directory import new_directory
 from paddle_fsdp_ckpt.storage.format import rank_file_name
@@ -125,6 +125,17 @@ def test_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
         file.rename(blobs / f"{number}")
         file.symlink_to(Path("..") / "blobs" / f"{number}")
     assert import_huggingface(model, tmp_path / "saved", recipe="none").keys == 2
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_tensors_without_elements(files: int, tmp_path: Path) -> None:
+    empty = {"a": np.zeros((0, 3), np.float32), "c": np.zeros(0, np.float32)}
+    model = write_model(tmp_path / "model", {"b": np.ones(2, np.float32), **empty}, None, files)
+    assert import_huggingface(model, tmp_path / "saved", recipe="none").keys == 1
+    # What is saved of a model of which other ranks, or nobody, had the values at the time.
+    with pytest.raises(IncompleteCheckpointError, match="has 2 tensors, and no values; where ranks each kept a part"):
+        import_huggingface(write_model(tmp_path / "other", empty, None, files), tmp_path / "again", recipe="none")
+    assert sorted(os.listdir(tmp_path)) == ["model", "other", "saved"]
 
 
 def damage_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
