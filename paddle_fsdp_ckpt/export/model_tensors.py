@@ -16,7 +16,7 @@ from .config import TIED, ModelConfig
 from .contents import Contents
 from .planning.architecture import planned_units
 from .recipes import COPY, RECIPES
-from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
+from .recipes.rules import BY_HEADS, Recipe, Rule, TensorSource, apply_rule
 from .recipes.spelling import check_layout
 
 _LAYER = "layer"
@@ -80,6 +80,9 @@ def model_tensors(
     extended = {key for key, (rule, _) in rules.items() if recipe.is_extended and rule in recipe.own_rules}
     besides = {source.name for key in extended for source in sources_of.get(key, ())}
     unchecked = check_described(index.path, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
+    for key, (rule, _) in rules.items():
+        if rule.split == BY_HEADS and config is not None and key in sources_of:
+            _check_width_of_heads(key, sources_of[key], config)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters and index.dtypes[key] in LOW_PRECISION]
@@ -254,6 +257,19 @@ def _tied_to_heads(family: Recipe, config: ModelConfig, tied: Mapping[str, str])
     heads = {rule.targets[0] for rule in family.rules if rule.tied_to is not None}
     is_said = config.get(TIED) is True
     return {name for pair in tied.items() if is_said and heads.intersection(pair) for name in pair}
+
+
+def _check_width_of_heads(key: str, sources: Sequence[TensorSource], config: ModelConfig) -> None:
+    """Raise where a fused projection was divided among another number of heads than it has, which its rows fit too."""
+    _, of_key, _ = sources
+    groups = config.count("num_key_value_heads")
+    width = of_key.shape[0] // groups
+    said = config.count("head_dim", width)
+    if said != width:
+        raise MismatchError(
+            f"'{key}' would have {counted(groups, 'key-value head')}, each {width} wide, and '{config.path}' says head_dim = {said}; give "
+            "the configuration of this model"
+        )
 
 
 def _heads(recipe: Recipe) -> list[str]:

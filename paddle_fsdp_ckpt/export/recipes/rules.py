@@ -298,11 +298,9 @@ def _split(rule: Rule, rows: int, whole: Piece, config: ModelConfig | None) -> l
         )
     heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
     width, rest = divmod(rows, heads + 2 * groups)
-    said = config.count("head_dim", width) if width else width
-    if rest or heads % groups or width != said:
-        of = "" if width == said else f", each {said} wide"
+    if rest or heads % groups:
         raise MismatchError(
-            f"'{whole.key}': {rows} rows can't be those of {heads} query heads and {groups} key-value heads{of} ('{config.path}')"
+            f"'{whole.key}': {rows} rows can't be those of {heads} query heads and {groups} key-value heads ('{config.path}')"
         )
     sizes = (heads // groups * width, width, width)
     starts = [group * sum(sizes) for group in range(groups)]
