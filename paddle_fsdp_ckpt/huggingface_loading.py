@@ -14,7 +14,7 @@ from paddle import nn
 
 from .errors import FEW, MismatchError, RankFailedError, ShardingError, counted, listing
 from .export.config import CONFIG_NAME, TIED, ModelConfig, read_config
-from .export.huggingface_files import COMPUTED, read_huggingface_index
+from .export.huggingface_files import COMPUTED, check_not_quantized, read_huggingface_index
 from .export.local_values import TensorTarget
 from .export.recipes import AUTO, choose_recipe
 from .export.recipes.rules import Recipe, Rule, TensorSource
@@ -139,7 +139,9 @@ def _prepare(path: Path, subjects: Subjects, recipe: str, allowed: Allowed, *, c
     index = read_huggingface_index(path)
     config = read_config(path) if (path / CONFIG_NAME).exists() else None
     keys = sorted(subjects.model_keys())
-    chosen = spelled_for(choose_recipe(recipe, config), keys)
+    family = choose_recipe(recipe, config)
+    check_not_quantized(config, family)
+    chosen = spelled_for(family, keys)
     rules = rules_of(chosen, keys, allowed.missing)
     tensors = list(_tensors(subjects))
     shapes = {name: tensor.shape for tensor in tensors for name in tensor.names}

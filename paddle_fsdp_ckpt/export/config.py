@@ -58,6 +58,16 @@ class ModelConfig:
         """The family of the language model, or None."""
         return self.levels[0].get("model_type")
 
+    @property
+    def quantization(self) -> str | None:
+        """How the model's tensors are quantized, such as ``gptq``; None where nothing says that they are."""
+        fields = self.get("quantization_config")
+        if not isinstance(fields, dict):
+            return None
+        if fields.get("quant_method"):
+            return f"{fields['quant_method']!s:.100}"
+        return "bitsandbytes" if fields.get("load_in_8bit") or fields.get("load_in_4bit") else None
+
     def get(self, name: str) -> JsonValue:
         """Return a field, from the innermost object that has it; None where none has."""
         return next((level[name] for level in self.levels if level.get(name) is not None), None)

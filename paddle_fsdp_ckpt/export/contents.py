@@ -25,12 +25,14 @@ class Contents:
         states: parameter -> name of a state, such as ``moment1_0``, -> its key; master weights not among them.
         masters: parameter -> the key of its master weight; of a tied parameter under each of its names.
         tied: the sorted names of each tensor that has several; None where a checkpoint of stock Paddle doesn't say.
+        apart: keys of which this doesn't count, since their values are those of another checkpoint.
     """
 
     model: tuple[str, ...]
     states: dict[str, dict[str, str]]
     masters: dict[str, str]
     tied: tuple[tuple[str, ...], ...] | None
+    apart: frozenset[str] = frozenset()
 
 
 def contents_of(index: CheckpointIndex) -> Contents:

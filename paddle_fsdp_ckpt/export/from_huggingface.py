@@ -13,9 +13,10 @@ from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue
 from .checkpoint_file import write_checkpoint
 from .config import CONFIG_NAME, TIED, ModelConfig, read_config
-from .huggingface_files import COMPUTED, read_huggingface_index
+from .huggingface_files import COMPUTED, check_not_quantized, read_huggingface_index
+from .model_tensors import check_described
 from .new_directory import new_directory
-from .recipes import AUTO, choose_recipe
+from .recipes import AUTO, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .tensors import TensorReader
 
@@ -82,7 +83,10 @@ def import_huggingface(
     index = read_huggingface_index(directory)
     config = read_config(directory) if (directory / CONFIG_NAME).exists() else None
     chosen = choose_recipe(recipe, config)
+    check_not_quantized(config, chosen)
     sources, tied = _sources(index, chosen, config)
+    if chosen in RECIPES.values():  # rules of a file may be for more than the configuration describes
+        check_described(directory, chosen, config, {source.slab.key: source.slab.global_shape for source in sources}, {}, ())
     reader = TensorReader(index, dtype)
     tensors = [reader.output(source) for source in sources]
     with new_directory(Path(out)) as staging:

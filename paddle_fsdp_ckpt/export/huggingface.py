@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, counted, size_text
+from ..errors import CheckpointError, MismatchError, counted, size_text
 from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
@@ -32,6 +32,9 @@ from .values import check_values
 
 DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
 """As in ``transformers``."""
+
+_OF_QUANTIZED = ("int8", "uint8", "int32")
+"""Types of the tensors that quantized values are stored in."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,15 @@ def export_huggingface(
             index, contents = adapted.base, adapted.contents
         else:
             _check_not_adapted(index, contents, chosen)
+        if master_weights and not (contents.masters or (adapted is not None and contents_of(adapted.adapted).masters)):
+            raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
         model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
         states = optimizer_tensors(index, contents, chosen, model_config) if optimizer else None
         sources = [*model.sources, *(states.sources if states is not None else ())]
         check_values(index, sorted({source.slab.key for source in sources}))
         reader = TensorReader(index, dtype) if adapted is None else MergingReader(adapted, dtype)
         tensors = [reader.output(source) for source in model.sources]
+        _check_not_said_quantized(tensors, model_config)
         merged = [] if adapted is None else [f"{counted(len(adapted.adapters), 'LoRA adapter was', 'LoRA adapters were')} merged"]
         model_nbytes, states_nbytes = sum(tensor.nbytes for tensor in tensors), 0 if states is None else states.nbytes
         shown = _Parts(progress, model_nbytes + states_nbytes)
@@ -211,6 +217,15 @@ def _check_not_adapted(index: CheckpointIndex, contents: Contents, recipe: Recip
     if lora and not all(any(rule.match(key) is not None for rule in recipe.rules) for key in lora):
         raise CheckpointError(
             f"'{index.path}' holds LoRA adapters, such as '{lora[0]}'; say --merge-lora (merge_lora=), or export them, --to peft"
+        )
+
+
+def _check_not_said_quantized(tensors: list[OutputTensor], config: ModelConfig | None) -> None:
+    """Raise where the configuration is that of a quantized model, as which a reader would take the tensors, and none of them is so."""
+    if config is not None and config.quantization is not None and not any(tensor.dtype in _OF_QUANTIZED for tensor in tensors):
+        raise MismatchError(
+            f"'{config.path}' says that the model is quantized ({config.quantization}), and the checkpoint's tensors are not; give a "
+            "configuration without quantization_config, such as that of the model before it was quantized"
         )
 
 

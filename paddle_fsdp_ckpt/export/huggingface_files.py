@@ -16,11 +16,17 @@ from ..storage.json_values import JsonValue, cut_text, parse_json
 from ..storage.manifest import FileRecord
 from ..storage.stock import is_stock
 from ..storage.system_errors import is_there
+from .config import ModelConfig
+from .recipes import RECIPES
+from .recipes.rules import Recipe
 from .roots import entries_of, is_checkpoint
 from .safetensors_files import INDEX_NAME
 
 COMPUTED = ".rotary_emb.inv_freq"
 """How names of tensors end that old models on the hub have and no reader needs."""
+
+UNQUANTIZED = "take the model as it is published in bfloat16 or float32, or dequantize it first with the tool that quantized it"
+"""What to do about a model that is quantized."""
 
 _SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_NBYTES = 1 << 28
@@ -40,7 +46,8 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
         IncompleteCheckpointError: there is no model, or a file of it is missing.
         CorruptCheckpointError: a file is malformed, or not of this model.
         UnsafeCheckpointError: the index names files that are not plain names, or something is beyond all sizes.
-        CheckpointError: it is a checkpoint, the files lie in several directories, or have a dtype that Paddle lacks.
+        CheckpointError: it is a checkpoint, there are two models, the files lie in several directories, or have a dtype that is not
+            supported.
     """
     if not directory.is_dir():
         raise IncompleteCheckpointError(
@@ -49,6 +56,11 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
         )
     weight_map = _weight_map(directory)
     names = sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE_NAME]
+    if _SINGLE_NAME not in names and is_there(directory / _SINGLE_NAME):
+        raise CheckpointError(
+            f"'{directory}' holds two models: '{_SINGLE_NAME}', which transformers reads, and '{INDEX_NAME}', which names other files; "
+            "move away what isn't meant"
+        )
     paths = [Path(os.path.realpath(directory / name)) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if not path.is_file()]
     if missing and weight_map is None:
@@ -60,19 +72,35 @@ def read_huggingface_index(directory: Path) -> CheckpointIndex:
     if len({path.parent for path in paths}) > 1:
         raise CheckpointError(f"the files of '{directory}' are links into several directories; copy them into one")
     index = CheckpointIndex(paths[0].parent, tuple(FileRecord(path.name, path.stat().st_size, 0) for path in paths), {}, {})
+    found: set[str] = set()
     for number, path in enumerate(paths):
         entries = list(_read_header(path))
         for key, *_ in entries:
-            if key in index or (weight_map is not None and weight_map.get(key) != names[number]):
+            if key in found or (weight_map is not None and weight_map.get(key) != names[number]):
                 raise CorruptCheckpointError(
                     f"'{directory / names[number]}' has '{key}', which the index doesn't give it; download it again"
                 )
-        for conflict in index.add(number, entries):
+        found.update(key for key, *_ in entries)
+        for conflict in index.add(number, [entry for entry in entries if entry[2].numel]):
             raise CorruptCheckpointError(conflict)
-    lacking = [f"'{key}'" for key in weight_map or () if key not in index]
+    lacking = [f"'{key}'" for key in weight_map or () if key not in found]
     if lacking:
         raise IncompleteCheckpointError(f"the files of '{directory}' lack {listing(lacking)}, which the index names; download them again")
+    if not index.stored:
+        raise IncompleteCheckpointError(
+            f"'{directory}' has {counted(len(found), 'tensor')}, and no values; where ranks each kept a part of the model, save all of it"
+        )
     return index
+
+
+def check_not_quantized(config: ModelConfig | None, recipe: Recipe) -> None:
+    """Raise where a model is quantized, and a family's recipe would take its tensors for weights.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    if config is not None and config.quantization is not None and recipe in RECIPES.values():
+        raise CheckpointError(f"'{config.path}' says that the model is quantized ({config.quantization}); {UNQUANTIZED}")
 
 
 def _refuse_checkpoints(directory: Path) -> None:
@@ -113,19 +141,19 @@ def _read_header(path: Path) -> Iterator[Entry]:
     with open(path, "rb") as file:
         length = header_nbytes(file.read(LENGTH_NBYTES), size, f"'{path}'")
         try:
-            yield from _entries(parse_json(file.read(length).decode()), LENGTH_NBYTES + length, size)
+            yield from _entries(path, parse_json(file.read(length).decode()), LENGTH_NBYTES + length, size)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise CorruptCheckpointError(f"'{path}' is malformed: {cut_text(error)}; download it again") from error
 
 
-def _entries(header: JsonValue, data_start: int, size: int) -> Iterator[Entry]:
-    """Yield what a header describes, checked as the format wants it: no holes, and nothing twice. Tensors without elements are left out."""
+def _entries(path: Path, header: JsonValue, data_start: int, size: int) -> Iterator[Entry]:
+    """Yield what a header describes, checked as the format wants it: no holes, and nothing twice."""
     header.pop(METADATA_KEY, None)
     position = data_start
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype = DTYPE_NAMES.get(entry["dtype"])
         if dtype is None:
-            raise ValueError(f"'{key:.500}' has the dtype {entry['dtype']!r:.100}, which Paddle lacks")
+            raise CheckpointError(f"'{path}': '{key:.500}' has the dtype {entry['dtype']!r:.100}, which is not supported; {UNQUANTIZED}")
         shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
         if any(type(one) is not int or one < 0 for one in (*shape, start, stop)):
             raise ValueError(f"'{key:.500}' has a shape or a place that is not of whole numbers")
@@ -134,8 +162,7 @@ def _entries(header: JsonValue, data_start: int, size: int) -> Iterator[Entry]:
             raise ValueError(
                 f"'{key:.500}' is {dtype} {list(shape)}, and said to be at bytes [{start}, {stop}) of the data, which doesn't fit"
             )
-        if numel:
-            yield key, dtype, Box(shape, (0,) * len(shape), shape, numel), 0, numel, position
+        yield key, dtype, Box(shape, (0,) * len(shape), shape, numel), 0, numel, position
         position = data_start + stop
     if position != size:
         raise ValueError(f"it has {size} bytes, and describes {position}")

@@ -106,6 +106,8 @@ def find_adapters(index: CheckpointIndex, *, alpha: float | None, master_weights
 
 
 def _scalings(index: CheckpointIndex, ranks: dict[str, int], alpha: float | None) -> dict[str, float]:
+    if alpha is not None and not math.isfinite(alpha):
+        raise CheckpointError(f"--lora-alpha (lora_alpha=) is {alpha}, and a finite number is needed")
     said = {} if index.manifest is None else index.manifest.lora
     given = {} if alpha is None else {layer: alpha / rank for layer, rank in ranks.items()}
     unknown = [f"'{layer}'" for layer in ranks if layer not in said and layer not in given]

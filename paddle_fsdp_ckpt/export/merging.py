@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import Range
+from ..pieces import Piece
 from ..storage.base_parameter import BaseParameter
 from ..storage.casts import convert
 from ..storage.index import CheckpointIndex
+from ..storage.plan import FLOATING_DTYPES
 from .base_of_adapters import base_by_names, described_parameter
 from .contents import Contents, contents_of
 from .lora import Adapter, find_adapters, is_lora_key, unwrapped, weight_names, without_lora
+from .model_tensors import stored_piece
 from .output import OutputTensor
 from .recipes.rules import TensorSource
 from .statistics import as_float64
@@ -31,14 +34,14 @@ class AdaptedModel:
         contents: what of it is the model's.
         adapted: index of the checkpoint with the adapters, by the base's names; the same for one checkpoint.
         adapters: key of a weight of the base, or of its master weight -> what is added to it.
-        replaced: keys of the base whose values the other checkpoint has, since they trained too.
+        replaced: key of the base -> what the other checkpoint has in its place, since that trained too.
     """
 
     base: CheckpointIndex
     contents: Contents
     adapted: CheckpointIndex
     adapters: Mapping[str, Adapter]
-    replaced: frozenset[str]
+    replaced: Mapping[str, Piece]
 
 
 def adapted_model(
@@ -62,14 +65,16 @@ def adapted_model(
             raise CheckpointError(
                 f"'{index.path}' was saved without its base; give that by --base DIR (base=), or export the adapters, --to peft"
             )
-        owner, adapted, replaced = index, index, frozenset[str]()
+        owner, adapted, trained = index, index, list[str]()
     else:
         adapted = unwrapped(index, weight_names(index), lambda names: all(name in base for name in names))
         said = base_of(adapted)
         trained = [key for key in contents_of(adapted).model if not is_lora_key(key)]
         owner = base_by_names(base, list(dict.fromkeys([*said, *weight_names(adapted), *trained])), said)
-        replaced = _check_base(adapted, owner, allow_other_base=allow_other_base)
-    contents = without_lora(contents_of(owner))
+        _check_base(adapted, owner, trained, allow_other_base=allow_other_base)
+    of_adapted = contents_of(adapted)
+    replaced = {key: stored_piece(adapted, of_adapted, key, master_weights=master_weights) for key in trained}
+    contents = _contents_without(without_lora(contents_of(owner)), of_adapted, replaced.keys())
     adapters = find_adapters(adapted, alpha=alpha, master_weights=master_weights)
     wrong = [
         f"'{one.weight.key}' must be {list(one.weight.global_shape)}"
@@ -78,8 +83,14 @@ def adapted_model(
     ]
     if wrong:
         raise MismatchError(f"'{owner.path}' lacks the weights of LoRA layers, or has others: {listing(wrong)}; give the right base")
+    no_numbers = [f"'{one.weight.key}' {dtype}" for one in adapters if (dtype := owner.dtypes[one.weight.key]) not in FLOATING_DTYPES]
+    if no_numbers:
+        raise MismatchError(
+            f"'{owner.path}' has weights of LoRA layers that are no floating point numbers, as of a quantized model: {listing(no_numbers)}"
+            "; give the base as it was before it was quantized (--allow-other-base), or export the adapters, --to peft"
+        )
     masters = contents.masters if master_weights else {}
-    check_values(adapted, [piece.key for one in adapters for piece in (one.a, one.b)] + sorted(replaced))
+    check_values(adapted, [piece.key for one in adapters for piece in (one.a, one.b)] + sorted({piece.key for piece in replaced.values()}))
     by_key = {masters.get(one.weight.key, one.weight.key): one for one in adapters}
     names_of = {name: names for names in contents.tied or () for name in names}
     tied = [" = ".join(names_of[one.weight.key]) for one in adapters if one.weight.key in names_of]
@@ -93,8 +104,18 @@ def base_of(adapted: CheckpointIndex) -> dict[str, BaseParameter]:
     return {} if adapted.manifest is None else dict(adapted.manifest.base or {})
 
 
-def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_base: bool) -> frozenset[str]:
-    """Return the keys of the base that the other checkpoint has too.
+def _contents_without(base: Contents, adapted: Contents, trained: Collection[str]) -> Contents:
+    """Return what of a base is the model's, where the values of some keys are those of the other checkpoint.
+
+    They have no master weight in the base, then, and are only tied if the other checkpoint's model has both names for one tensor too.
+    """
+    elsewhere = {key: key for key in trained if key in base.masters or key in adapted.masters}
+    still_tied = {name for names in adapted.tied or () for name in names if all(one in trained for one in names)}
+    return replace(base, masters=base.masters | elsewhere, apart=frozenset(key for key in trained if key not in still_tied))
+
+
+def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, trained: Sequence[str], *, allow_other_base: bool) -> None:
+    """Check that a base is that of adapters, and has the keys that trained besides.
 
     Raises:
         MismatchError: the base lacks some of its keys, or is another one.
@@ -104,7 +125,6 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
         raise CheckpointError(
             f"'{adapted.path}' was not saved with trainable_only, and holds its base itself; use --merge-lora (merge_lora=), without --base"
         )
-    trained = [key for key in contents_of(adapted).model if not is_lora_key(key)]
     strange = [
         f"'{key}' {adapted.dtypes[key]} {list(adapted.global_shape(key))}"
         for key in trained
@@ -123,7 +143,6 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, *, allow_other_
             f"'{base.path}' is not the base of '{adapted.path}': {len(other)} of its {len(said)} parameters have other values, shapes or "
             f"dtypes: {listing(other)}; give that base (--allow-other-base, allow_other_base=, takes this one)"
         )
-    return frozenset(trained)
 
 
 class MergingReader(TensorReader):
@@ -139,13 +158,16 @@ class MergingReader(TensorReader):
     def __init__(self, model: AdaptedModel, dtype: str | None) -> None:
         super().__init__(model.base, dtype)
         self._model = model
-        self._trained = TensorReader(model.adapted, dtype)
+        of_trained = {trained.key: model.adapters[key] for key, trained in model.replaced.items() if key in model.adapters}
+        of_adapted = replace(model, base=model.adapted, adapters=of_trained, replaced={})
+        self._trained = MergingReader(of_adapted, dtype) if model.replaced else None
         self._factors: tuple[Adapter, Array, Array] | None = None
 
     def output(self, source: TensorSource) -> OutputTensor:
         """Return a tensor as it is to be written; its values are read when they are."""
-        if source.slab.key in self._model.replaced:
-            return self._trained.output(source)
+        trained = self._model.replaced.get(source.slab.key)
+        if trained is not None and self._trained is not None:
+            return self._trained.output(replace(source, slab=replace(source.slab, key=trained.key, dtype=trained.dtype)))
         if source.slab.key in self._model.adapters and source.slab.local_shape != source.slab.global_shape:
             raise MismatchError(f"'{source.slab.key}' is the weight of a LoRA layer, and can't be unstacked; use another recipe")
         return super().output(source)
@@ -153,7 +175,8 @@ class MergingReader(TensorReader):
     def check_overflows(self) -> None:
         """As :meth:`~.tensors.TensorReader.check_overflows`."""
         super().check_overflows()
-        self._trained.check_overflows()
+        if self._trained is not None:
+            self._trained.check_overflows()
 
     def _blocks(self, source: TensorSource, dtype: str) -> Iterator[memoryview]:
         adapter = self._model.adapters.get(source.slab.key)

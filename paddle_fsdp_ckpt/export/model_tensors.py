@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import CheckpointError, MismatchError, counted, listing
 from ..layout import LOW_PRECISION
@@ -15,7 +16,7 @@ from .config import TIED, ModelConfig
 from .contents import Contents
 from .planning.architecture import planned_units
 from .recipes import COPY, RECIPES
-from .recipes.rules import Recipe, Rule, TensorSource, apply_rule
+from .recipes.rules import BY_HEADS, Recipe, Rule, TensorSource, apply_rule
 from .recipes.spelling import check_layout
 
 _LAYER = "layer"
@@ -54,14 +55,12 @@ def model_tensors(
         MismatchError: they don't fit each other; it lists what doesn't.
         CheckpointError: something is missing that is needed.
     """
-    if master_weights and not contents.masters:
-        raise CheckpointError(f"'{index.path}' holds no master weights; leave --master-weights (master_weights=) out")
     rules = recipe.rules_of(contents.model)
     check_layout(recipe, {key: index.global_shape(key) for key in contents.model})
     _check_layers([values for _, values in rules.values()], config)
     kept = _tied_keys(index, contents, {key: rule for key, (rule, _) in rules.items()})
     sources_of = {
-        key: tuple(apply_rule(rule, values, _whole(index, contents, key, master_weights), config))
+        key: tuple(apply_rule(rule, values, stored_piece(index, contents, key, master_weights=master_weights), config))
         for key, (rule, values) in rules.items()
         if key not in kept
     }
@@ -69,7 +68,7 @@ def model_tensors(
     for key, other in kept.items():
         rule, values = rules[key]
         copy = replace(sources_of[other][0], name=rule.target_name(values))
-        if rule.tied_to is not None and config is not None and config.get(TIED) is not True:
+        if config is not None and config.get(TIED) is not True:
             sources_of[key] = (copy,)  # a reader who isn't told that they are one needs both
         else:
             tied[copy.name] = sources_of[other][0].name
@@ -80,7 +79,10 @@ def model_tensors(
     _check_names(sources)
     extended = {key for key, (rule, _) in rules.items() if recipe.is_extended and rule in recipe.own_rules}
     besides = {source.name for key in extended for source in sources_of.get(key, ())}
-    unchecked = _check_described(index, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
+    unchecked = check_described(index.path, recipe, config, {source.name: source.shape for source in sources}, tied, besides)
+    for key, (rule, _) in rules.items():
+        if rule.split == BY_HEADS and config is not None and key in sources_of:
+            _check_width_of_heads(key, sources_of[key], config)
     notes = _head_notes(recipe, rules.keys(), tied, config)
     if master_weights:
         bare = [key for key in contents.model if key not in contents.masters and index.dtypes[key] in LOW_PRECISION]
@@ -88,7 +90,12 @@ def model_tensors(
     return ModelTensors(tuple(sources), tied, tuple(notes), unchecked)
 
 
-def _whole(index: CheckpointIndex, contents: Contents, key: str, master_weights: bool) -> Piece:
+def stored_piece(index: CheckpointIndex, contents: Contents, key: str, *, master_weights: bool) -> Piece:
+    """Return what the values of a key are taken from: itself or, with ``master_weights``, its master weight, where it has one.
+
+    Raises:
+        MismatchError: both have different shapes.
+    """
     stored = contents.masters.get(key, key) if master_weights else key
     if index.global_shape(stored) != index.global_shape(key):
         raise MismatchError(
@@ -104,13 +111,15 @@ def _tied_keys(index: CheckpointIndex, contents: Contents, rules: dict[str, Rule
         if rule.tied_to is not None and rule.tied_to in index and _are_tied(index, contents, key, rule.tied_to):
             kept[key] = rule.tied_to
     for names in contents.tied or ():
-        present = [key for key in contents.model if key in names and key not in kept]
+        present = [key for key in contents.model if key in names and key not in kept and key not in contents.apart]
         first, *others = sorted(present, key=lambda key: key not in kept.values()) or [""]
         kept |= {key: first for key in others if rules[key].lies_as(rules[first])}
     return kept
 
 
 def _are_tied(index: CheckpointIndex, contents: Contents, key: str, other: str) -> bool:
+    if key in contents.apart or other in contents.apart:
+        return False
     if contents.tied is not None:
         return any(key in names and other in names for names in contents.tied)
     return have_same_values(index, [key, other])
@@ -151,8 +160,8 @@ def _numbered(layers: Collection[int]) -> str:
     return f"{'layer' if len(layers) == 1 else 'layers'} number {listing(map(str, sorted(layers)))}"
 
 
-def _check_described(
-    index: CheckpointIndex,
+def check_described(
+    path: Path,
     recipe: Recipe,
     config: ModelConfig | None,
     found: Mapping[str, tuple[int, ...]],
@@ -162,7 +171,7 @@ def _check_described(
     """Raise where the configuration makes a model of other tensors, which a reader would start at random; as far as it says enough.
 
     Args:
-        index: of the checkpoint.
+        path: of the checkpoint.
         recipe: that made the tensors.
         config: of the model.
         found: their shapes, by their names.
@@ -206,19 +215,18 @@ def _check_described(
         if _is_own_form(family, found, {name: piece.global_shape for name, piece in pieces.items()}):
             return None
         raise MismatchError(
-            f"'{index.path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
+            f"'{path}', copied as it is, isn't the model that '{config.path}' describes; it {'; '.join(texts)}. "
             f"Give this model's configuration, and the recipe that makes what that says ({family.name} for PaddleFormers' names, or a FILE "
             "of rules that you write); or no configuration"
         )
     if texts and not is_family:
         raise MismatchError(
-            f"the recipe '{recipe.name}' doesn't make of '{index.path}' the model that '{config.path}' describes; it {'; '.join(texts)}. "
+            f"the recipe '{recipe.name}' doesn't make of '{path}' the model that '{config.path}' describes; it {'; '.join(texts)}. "
             f"Mend the recipe, use that of the family ({family.name}), give this model's configuration, or none"
         )
     if texts:
         raise MismatchError(
-            f"'{config.path}' describes another model than '{index.path}' holds, which {'; '.join(texts)}; give the configuration of this "
-            "model"
+            f"'{config.path}' describes another model than '{path}' holds, which {'; '.join(texts)}; give the configuration of this model"
         )
     if not is_family and (recipe.family or recipe) in RECIPES.values():
         return (
@@ -249,6 +257,19 @@ def _tied_to_heads(family: Recipe, config: ModelConfig, tied: Mapping[str, str])
     heads = {rule.targets[0] for rule in family.rules if rule.tied_to is not None}
     is_said = config.get(TIED) is True
     return {name for pair in tied.items() if is_said and heads.intersection(pair) for name in pair}
+
+
+def _check_width_of_heads(key: str, sources: Sequence[TensorSource], config: ModelConfig) -> None:
+    """Raise where a fused projection was divided among another number of heads than it has, which its rows fit too."""
+    _, of_key, _ = sources
+    groups = config.count("num_key_value_heads")
+    width = of_key.shape[0] // groups
+    said = config.count("head_dim", width)
+    if said != width:
+        raise MismatchError(
+            f"'{key}' would have {counted(groups, 'key-value head')}, each {width} wide, and '{config.path}' says head_dim = {said}; give "
+            "the configuration of this model"
+        )
 
 
 def _heads(recipe: Recipe) -> list[str]:

@@ -26,7 +26,7 @@ from .huggingface import ExportReport
 from .lora import Adapter, find_adapters, fits_recipe, fits_spelled, is_lora_key, unwrapped, weight_names
 from .new_directory import new_directory
 from .one_model import check_one_model, open_model
-from .recipes import AUTO, RECIPES, choose_recipe
+from .recipes import AUTO, COPY, RECIPES, choose_recipe
 from .recipes.rules import Recipe, TensorSource, apply_rule
 from .recipes.spelling import spelled_for
 from .safetensors_files import write_file
@@ -96,6 +96,8 @@ def export_peft(
         check_one_model(index.path, weight_names(index), lambda names: fits_spelled(chosen, names, is_wrapped=True))
     index = unwrapped(index, weight_names(index), fits_recipe(chosen))
     chosen = spelled_for(chosen, weight_names(index))
+    if master_weights and not contents_of(index).masters:
+        raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
     adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
     more = _trained_besides(index)
     if more:
@@ -149,6 +151,11 @@ def _layers(adapter: Adapter, recipe: Recipe, config: ModelConfig | None) -> Ite
     for source in sources:
         if not source.name.endswith(_WEIGHT) or (len(sources) > 1 and not rule.transpose):
             raise MismatchError(f"'{key}' becomes '{source.name}', which is no '{_WEIGHT[1:]}' of a layer that peft can adapt")
+        if not rule.transpose and rule not in COPY.rules:
+            raise MismatchError(
+                f"the recipe '{recipe.name}' doesn't transpose '{key}', as it does a Linear's weight, and peft wants the adapters of other "
+                "layers, such as an embedding, otherwise; merge them into their base, --to hf (export_huggingface)"
+            )
         columns = source.ranges if rule.transpose else (Range(0, adapter.weight.global_shape[1]),)
         yield PeftLayer(source.name.removesuffix(_WEIGHT), adapter, columns)
 

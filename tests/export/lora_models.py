@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import paddle
-from made_models import build
+from made_models import build, set_masters
 from paddle import nn
 
 import paddle_fsdp_ckpt as ckpt
@@ -93,6 +93,23 @@ def save_trained_head(root: str) -> None:
         optimizer = paddle.optimizer.SGD(0.1, parameters=outer.parameters())
         ckpt.fully_shard(outer, optimizer=optimizer)
         ckpt.save(f"{root}/{name}", model={"actor": model} if wrapper is None else outer, optimizer=optimizer, trainable_only=True)
+
+
+def save_what_trained(
+    path: str, arrays: Arrays, trains: Collection[str], scalings: Mapping[str, float], dtype: str, tied: Mapping[str, str]
+) -> None:
+    """Save what trains of a model of these arrays, LoRA matrices among them; master weights, where there are any, are the arrays."""
+    model = build(arrays, dtype, tied)
+    for name, parameter in model.named_parameters():
+        parameter.stop_gradient = ".lora_" not in name and name not in trains
+    for name, scaling in scalings.items():
+        _layer(model, name).scaling = scaling
+    trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+    optimizer = paddle.optimizer.AdamW(parameters=trained, multi_precision=True)
+    ckpt.fully_shard(model, optimizer=optimizer)
+    ckpt.init_optimizer_state(optimizer)
+    set_masters(optimizer, arrays, tied)
+    ckpt.save(path, model=model, optimizer=optimizer, trainable_only=True)
 
 
 def save_layers(path: str, layers: Mapping[str, float], others: Collection[str]) -> None:

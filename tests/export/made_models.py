@@ -50,13 +50,18 @@ def save_model(
     stepper = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
     ckpt.fully_shard(model, optimizer=stepper)
     ckpt.init_optimizer_state(stepper)
-    for key, weight in ckpt.optimizer_sharded_state_dict(stepper).items():
+    set_masters(stepper, arrays, tied or {})
+    ckpt.save(path, model=model, optimizer=stepper, step=3)
+
+
+def set_masters(optimizer: paddle.optimizer.Optimizer, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str]) -> None:
+    """Give an optimizer of a sharded model master weights of these values."""
+    for key, weight in ckpt.optimizer_sharded_state_dict(optimizer).items():
         owner, _, state = key.rpartition(".")
         if state == "w_0":
-            flat = arrays[(tied or {}).get(owner, owner)].reshape(-1)
+            flat = arrays[tied.get(owner, owner)].reshape(-1)
             here = flat[weight.flattened_range] if weight.is_flattened else flat.reshape(weight.local_shape)
             paddle.assign(paddle.to_tensor(here), output=weight.local_tensor)
-    ckpt.save(path, model=model, optimizer=stepper, step=3)
 
 
 def save_with_stock(path: str, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str]) -> None:

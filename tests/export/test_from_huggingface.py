@@ -16,17 +16,26 @@ import made_models
 import numpy as np
 import pytest
 from harness import RankPool
-from published import as_in_paddle, config_of, published
+from published import EXPERTS, INNER, WIDTH, as_in_paddle, config_of, published
 from safetensors.numpy import save_file
 
 from paddle_fsdp_ckpt.cli.main import main
-from paddle_fsdp_ckpt.errors import CheckpointError, TargetExistsError
+from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, TargetExistsError
 from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
 from paddle_fsdp_ckpt.export.new_directory import new_directory
 from paddle_fsdp_ckpt.storage.format import rank_file_name
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]
+
+
+SIZES = {
+    "head_dim": WIDTH,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+    "shared_expert_intermediate_size": INNER,
+    "num_experts": EXPERTS,
+}
 
 
 def write_model(path: Path, arrays: Mapping[str, np.ndarray], config: Any, files: int = 1) -> Path:
@@ -49,7 +58,7 @@ def write_model(path: Path, arrays: Mapping[str, np.ndarray], config: Any, files
 )
 def test_families(family: str, world_size: int, files: int, tmp_path: Path, ranks: Ranks) -> None:
     tensors = published(family, biases=family.startswith("qwen2"))
-    model = write_model(tmp_path / "model", tensors, config_of(family), files)
+    model = write_model(tmp_path / "model", tensors, config_of(family, **SIZES), files)
     import_huggingface(model, tmp_path / "saved")
     assert verify(tmp_path / "saved").is_good
     right = as_in_paddle(family, tensors, fused=False)
@@ -84,6 +93,14 @@ def test_tied_weights(family: str, written: bool, tmp_path: Path, ranks: Ranks) 
         ({"vocab_size": 5}, {}, "vocab_size and hidden_size in"),
         ({}, {"model.layers.0.mlp.more": np.zeros(2, np.float32)}, "1 key is taken by no rule: 'model.layers.0.mlp.more'"),
         ({"model_type": "bert"}, {}, "model_type 'bert'; give --recipe"),
+        (SIZES, {"model.layers.1.mlp.up_proj.weight": None}, "model' holds, which lacks model.layers.1.mlp.up_proj.weight; give"),
+        (SIZES | {"num_hidden_layers": 1}, {}, "model' holds, which has besides model.layers.1."),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            {"model.layers.0.mlp.up_proj.qweight": np.zeros((2, 10), np.int32)},
+            "says that the model is quantized (gptq); take the model as it is published in bfloat16",
+        ),
+        ({"quantization_config": {"load_in_8bit": True}}, {}, "says that the model is quantized (bitsandbytes)"),
     ],
 )
 def test_what_does_not_fit(changes: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -110,11 +127,33 @@ def test_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
     assert import_huggingface(model, tmp_path / "saved", recipe="none").keys == 2
 
 
+@pytest.mark.parametrize("files", [1, 2])
+def test_tensors_without_elements(files: int, tmp_path: Path) -> None:
+    empty = {"a": np.zeros((0, 3), np.float32), "c": np.zeros(0, np.float32)}
+    model = write_model(tmp_path / "model", {"b": np.ones(2, np.float32), **empty}, None, files)
+    assert import_huggingface(model, tmp_path / "saved", recipe="none").keys == 1
+    # What is saved of a model of which other ranks, or nobody, had the values at the time.
+    with pytest.raises(IncompleteCheckpointError, match="has 2 tensors, and no values; where ranks each kept a part"):
+        import_huggingface(write_model(tmp_path / "other", empty, None, files), tmp_path / "again", recipe="none")
+    assert sorted(os.listdir(tmp_path)) == ["model", "other", "saved"]
+
+
 def damage_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = model / "model.safetensors.index.json"
     fields = json.loads(path.read_text())
     change(fields)
     path.write_text(json.dumps(fields))
+
+
+def replaced_by_one_file(model: Path) -> None:
+    for part in model.glob("model-*.safetensors"):
+        part.unlink()
+    save_file({"a": np.ones(5, np.float32)}, model / "model.safetensors")
+
+
+def store_in_eight_bits(model: Path) -> None:
+    header = json.dumps({name: {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [i, i + 3]} for name, i in (("b", 0), ("d", 3))})
+    (model / "model-00002-of-00002.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(6))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +167,10 @@ def damage_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda model: damage_index(model, lambda fields: fields["weight_map"].update(e=fields["weight_map"]["a"])), "lack 'e'"),
         (lambda model: damage_index(model, lambda fields: fields["weight_map"].pop("a")), "has 'a', which the index doesn't give it"),
         (lambda model: (model / "model.safetensors.index.json").unlink(), "lacks model.safetensors"),
+        # Saved whole where it lay in parts before, by a tool that removes the parts, or leaves them.
+        (lambda model: save_file({"a": np.ones(5, np.float32)}, model / "model.safetensors"), "holds two models: 'model.safetensors'"),
+        (replaced_by_one_file, "holds two models: 'model.safetensors'"),
+        (store_in_eight_bits, "'b' has the dtype 'F8_E4M3', which is not supported; take the model as it is published in bfloat16"),
     ],
 )
 def test_damaged_models(change: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

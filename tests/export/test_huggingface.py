@@ -151,6 +151,23 @@ def test_tied_weights(family: str, tmp_path: Path, ranks: Ranks) -> None:
     assert_equal(read_model(tmp_path / "twice"), once | {"lm_head.weight": right["model.embed_tokens.weight"]})
 
 
+def test_what_is_tied_beside_the_head(tmp_path: Path, ranks: Ranks) -> None:
+    # Rules that don't say which is the head: a reader who isn't told that they are one needs both.
+    ranks(2).run(made_models.save_model, str(tmp_path / "saved"), SMALL, "float32", {"head.weight": "first.weight"})
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"name": "mine", "rules": [{"source": "{*key}", "targets": ["net.{*key}"]}]}))
+    for fields, names in (
+        ({}, ["first", "head"]),
+        ({"tie_word_embeddings": False}, ["first", "head"]),
+        ({"tie_word_embeddings": True}, ["first"]),
+    ):
+        out = tmp_path / f"{fields}"
+        config = write_config(tmp_path / "config", {"model_type": "other", **fields})
+        export_huggingface(tmp_path / "saved", out, recipe=str(recipe), config=config)
+        weights = {f"net.{name}.weight": SMALL["first.weight"] for name in names}
+        assert_equal(read_model(out), {f"net.{name}": array for name, array in SMALL.items()} | weights)
+
+
 def test_tied_only_in_the_configuration(tmp_path: Path, ranks: Ranks) -> None:
     arrays = as_in_paddle("qwen3", published("qwen3"), fused=False)
     ranks(2).run(made_models.save_model, str(tmp_path / "saved"), arrays)
@@ -198,6 +215,32 @@ def test_a_configuration_of_another_model(family: str, changes: dict[str, Any], 
         export_huggingface(tmp_path / "saved", tmp_path / "model", config=write_config(tmp_path / "config", config_of(family) | changes))
     assert message in str(caught.value)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_configuration_of_the_quantized_model(tmp_path: Path, ranks: Ranks) -> None:
+    right = published("qwen3")
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), as_in_paddle("qwen3", right, fused=True))
+    for quantized in ({"quant_method": "fp8"}, None, {"quant_method": None, "weight_quantize_algo": None}):
+        config = write_config(tmp_path / "config", config_of("qwen3", quantization_config=quantized))
+        for recipe in ("auto", "qwen3"):
+            out = tmp_path / f"model {recipe} {quantized}"
+            if quantized is None or not quantized["quant_method"]:
+                export_huggingface(tmp_path / "saved", out, config=config, recipe=recipe)
+                assert_equal(read_model(out), right)
+                continue
+            with pytest.raises(MismatchError, match=r"is quantized \(fp8\), and the checkpoint's tensors are not; give a configuration wi"):
+                export_huggingface(tmp_path / "saved", out, config=config, recipe=recipe)
+            assert not out.exists()
+    # Tensors that are quantized, copied as they are.
+    packed = {"up.qweight": np.arange(6, dtype=np.int32), "up.scales": np.ones(3, np.float16)}
+    path = tmp_path / "packed"
+    path.mkdir()
+    pieces = [(Piece(name, str(array.dtype), array.shape, (0,), array.shape), array.data) for name, array in packed.items()]
+    record = write_rank_file(path / rank_file_name(0), pieces)
+    (path / MANIFEST_NAME).write_text(Manifest(3, 1, utc_now(), {}, [], None, (record,)).to_json())
+    config = write_config(tmp_path / "other", {"model_type": "other", "quantization_config": {"quant_method": "gptq"}})
+    export_huggingface(path, tmp_path / "copied", config=config, recipe="none")
+    assert_equal(read_model(tmp_path / "copied"), packed)
 
 
 def test_a_head_that_is_not_there(tmp_path: Path, ranks: Ranks) -> None:

@@ -126,6 +126,18 @@ def test_other_dtypes(tmp_path: Path, ranks: Ranks) -> None:
     assert all(all(one.values()) for one in ranks(2).run(made_models.masters_follow, path, shapes_of(arrays)))
 
 
+def test_a_quantized_model(tmp_path: Path, ranks: Ranks) -> None:
+    tensors = published("qwen3")
+    scales = {f"{name}_scale": np.ones((array.shape[0], 1), np.float32) for name, array in tensors.items() if "_proj." in name}
+    whole = {name: array.astype(np.int8) if f"{name}_scale" in scales else array for name, array in tensors.items()}
+    config = config_of("qwen3", quantization_config={"quant_method": "compressed-tensors"})
+    path = write_model(tmp_path / "model", whole | scales, config)
+    shapes = shapes_of(as_in_paddle("qwen3", tensors, fused=False))
+    options = {"cast": True, "allow_unexpected": ["*_scale"]}
+    for result in ranks(2).run(made_models.load_published, path, shapes, "float32", {}, options, True):
+        assert "says that the model is quantized (compressed-tensors); take the model as it is published in bfloat16" in result
+
+
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [

@@ -19,6 +19,7 @@ from test_huggingface import assert_equal, read_model, write_config
 
 from paddle_fsdp_ckpt.cli.main import main
 from paddle_fsdp_ckpt.errors import CheckpointError, MismatchError
+from paddle_fsdp_ckpt.export.from_huggingface import import_huggingface
 from paddle_fsdp_ckpt.export.huggingface import export_huggingface
 from paddle_fsdp_ckpt.export.peft import export_peft
 from paddle_fsdp_ckpt.storage.format import MANIFEST_NAME
@@ -181,6 +182,76 @@ def test_what_trained_besides_is_found_under_any_name(tmp_path: Path, ranks: Ran
     assert not (tmp_path / "out").exists()
 
 
+O_PROJ, NORM, EMBEDDING, HEAD = "model.layers.0.self_attn.o_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), [("float32", False), ("bfloat16", True)])
+def test_what_trained_besides_takes_the_place_of_the_base(dtype: str, master_weights: bool, tmp_path: Path, ranks: Ranks) -> None:
+    # A base with master weights of its own; a norm trains, and a weight beside the LoRA matrices that it has.
+    right = published("qwen3")
+    base = as_in_paddle("qwen3", right, fused=False)
+    trained = {NORM: base[NORM] * np.float32(1.7), O_PROJ: base[O_PROJ] * np.float32(0.3)}
+    adapters = lora_models.adapters_for([O_PROJ], base, {})
+    layer = O_PROJ.removesuffix(".weight")
+    ranks(2).run(made_models.save_model, str(tmp_path / "base"), base, dtype, {}, master_weights)
+    arrays = base | adapters | trained
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "adapters"), arrays, list(trained), {layer: 2.0}, dtype, {})
+    options: dict[str, Any] = {"recipe": "qwen3", "dtype": "float32", "master_weights": master_weights}
+    export_huggingface(tmp_path / "adapters", tmp_path / "model", base=tmp_path / "base", **options)
+    merged = lora_models.merged(base | trained, adapters, {layer: 2.0})
+    assert_equal(read_model(tmp_path / "model"), right | {NORM: merged[NORM], O_PROJ: np.ascontiguousarray(merged[O_PROJ].T)})
+
+
+def test_only_the_adapters_have_master_weights(tmp_path: Path, ranks: Ranks) -> None:
+    right = published("qwen3")
+    for array in right.values():
+        array.view(np.uint32)[...] &= 0xFFFF0000  # bfloat16 has them
+    base = as_in_paddle("qwen3", right, fused=False)
+    adapters = lora_models.adapters_for([O_PROJ], base, {})
+    layer = O_PROJ.removesuffix(".weight")
+    ranks(2).run(made_models.save_model, str(tmp_path / "base"), base, "bfloat16")
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "adapters"), base | adapters, [], {layer: 2.0}, "bfloat16", {})
+    options: dict[str, Any] = {"base": tmp_path / "base", "recipe": "qwen3", "dtype": "float32", "master_weights": True}
+    export_huggingface(tmp_path / "adapters", tmp_path / "model", **options)
+    merged = np.ascontiguousarray(lora_models.merged(base, adapters, {layer: 2.0})[O_PROJ].T)
+    assert_equal(read_model(tmp_path / "model"), right | {O_PROJ: merged})
+    plain = lora_models.adapters_for([O_PROJ], base, {})
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "float"), base | plain, [], {layer: 2.0}, "float32", {})
+    ranks(2).run(made_models.save_model, str(tmp_path / "float base"), base)
+    with pytest.raises(CheckpointError, match="float' holds no master weights; leave"):
+        export_huggingface(tmp_path / "float", tmp_path / "other", **options | {"base": tmp_path / "float base"})
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("trains", [EMBEDDING, HEAD])
+def test_what_trained_apart_from_a_tied_base(trains: str, stock: bool, tmp_path: Path, ranks: Ranks) -> None:
+    right = published("qwen3")
+    right[HEAD] = right[EMBEDDING]
+    arrays = as_in_paddle("qwen3", right, fused=False)
+    base = {name: array for name, array in arrays.items() if name != HEAD}
+    if stock:
+        ranks(2).run(made_models.save_with_stock, str(tmp_path / "base"), base, {HEAD: EMBEDDING})
+    else:
+        ranks(2).run(made_models.save_model, str(tmp_path / "base"), base, "float32", {HEAD: EMBEDDING})
+    adapters = lora_models.adapters_for([O_PROJ], arrays, {})
+    layer = O_PROJ.removesuffix(".weight")
+    right[O_PROJ] = np.ascontiguousarray(lora_models.merged(arrays, adapters, {layer: 2.0})[O_PROJ].T)
+    right[trains] = right[trains] + 1
+    apart = arrays | adapters | {trains: right[trains]}
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "apart"), apart, [trains], {layer: 2.0}, "float32", {})
+    for number, config in enumerate((None, write_config(tmp_path / "untied", config_of("qwen3")))):
+        export_huggingface(tmp_path / "apart", tmp_path / f"{number}", base=tmp_path / "base", recipe="qwen3", config=config)
+        assert_equal(read_model(tmp_path / f"{number}"), right)
+    config = write_config(tmp_path / "tied", config_of("qwen3", tie_word_embeddings=True))
+    with pytest.raises(MismatchError, match="'lm_head.weight' is a tensor of its own, which would be lost"):
+        export_huggingface(tmp_path / "apart", tmp_path / "model", base=tmp_path / "base", config=config)
+    # Where the model has both names for one tensor, they still are one.
+    together = {name: array for name, array in apart.items() if name != HEAD} | {EMBEDDING: right[trains]}
+    ranks(2).run(lora_models.save_what_trained, str(tmp_path / "one"), together, [EMBEDDING], {layer: 2.0}, "float32", {HEAD: EMBEDDING})
+    export_huggingface(tmp_path / "one", tmp_path / "model", base=tmp_path / "base", config=config)
+    assert_equal(read_model(tmp_path / "model"), {name: right[trains if name == EMBEDDING else name] for name in right if name != HEAD})
+
+
 def test_layers_whose_names_end_alike_are_told_apart(tmp_path: Path, ranks: Ranks) -> None:
     scalings = {"proj": 4.0, "enc.proj": 1.0, "enc.more": 1.0, "enc.1.up": 3.0}
     others = ["encoder.1.up", "dec.proj", "out"]
@@ -205,6 +276,39 @@ def test_adapters_of_a_self_written_llama(tmp_path: Path, ranks: Ranks) -> None:
     there = "base_model.model.model.layers.0.self_attn.q_proj"
     assert sorted(found) == [f"{there}.lora_A.weight", f"{there}.lora_B.weight"]
     np.testing.assert_array_equal(found[f"{there}.lora_A.weight"], arrays[f"{layer}.lora_A"].T.astype(np.float32))
+
+
+def test_a_quantized_base_and_no_master_weights(tmp_path: Path) -> None:
+    halves = {"up.lora_A": np.full((4, 2), 0.3, np.float32), "up.lora_B": np.full((2, 4), 0.7, np.float32)}
+    (tmp_path / "quantized").mkdir()
+    save_file({"up.weight": np.ones((4, 4), np.int8), **halves}, tmp_path / "quantized" / "model.safetensors")
+    import_huggingface(tmp_path / "quantized", tmp_path / "saved", recipe="none")
+    with pytest.raises(MismatchError, match="are no floating point numbers, as of a quantized model: 'up.weight' int8; give the base"):
+        export_huggingface(tmp_path / "saved", tmp_path / "out", recipe="none", merge_lora=True, lora_alpha=4.0)
+    with pytest.raises(CheckpointError, match="holds no master weights; leave --master-weights"):
+        export_peft(tmp_path / "saved", tmp_path / "out", recipe="none", master_weights=True, lora_alpha=4.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_peft_wants_otherwise(tmp_path: Path, ranks: Ranks) -> None:
+    base = as_in_paddle("qwen3", published("qwen3"), fused=False)
+    adapters = lora_models.adapters_for([EMBEDDING, O_PROJ], base, {})
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), base | adapters)
+    recipe = tmp_path / "recipe.json"
+    rule = O_PROJ.replace(".0.", ".{layer}.")
+    recipe.write_text(json.dumps({"name": "mine", "extends": "qwen3", "rules": [{"source": rule, "targets": [rule]}]}))
+    for name, key in (("qwen3", EMBEDDING), (str(recipe), O_PROJ)):
+        left = {f"{key.removesuffix('.weight')}.lora_{one}" for one in "AB"}
+        arrays = base | {name: array for name, array in adapters.items() if name in left}
+        saved = tmp_path / f"{key} only"
+        ranks(1).run(made_models.save_model, str(saved), arrays)
+        with pytest.raises(MismatchError, match=f"doesn't transpose '{key}', .* merge them into their base, --to hf"):
+            export_peft(saved, tmp_path / "peft", recipe=name, lora_alpha=4.0)
+        export_huggingface(saved, tmp_path / f"{key} merged", recipe=name, merge_lora=True, lora_alpha=4.0)
+        right = lora_models.merged(base, adapters, {key.removesuffix(".weight"): 2.0})
+        np.testing.assert_array_equal(read_model(tmp_path / f"{key} merged")[key], right[key])
+    with pytest.raises(CheckpointError, match="is nan, and a finite number is needed"):
+        export_huggingface(tmp_path / "saved", tmp_path / "model", recipe="qwen3", merge_lora=True, lora_alpha=float("nan"))
 
 
 def test_layers_that_are_no_lora_are_refused(saved: Saved, tmp_path: Path, ranks: Ranks) -> None:

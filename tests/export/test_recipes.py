@@ -183,6 +183,24 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
         list(apply_rule(rule, {}, piece, None))
 
 
+def test_heads_of_another_width(tmp_path: Path, ranks: Ranks) -> None:
+    # For each of 2 key-value heads 2 queries, a key and a value of 3 rows each: 1 head of width 6 would fit the rows too.
+    rows = np.arange(48, dtype=np.float32).reshape(24, 2)
+    ranks(1).run(made_models.save_model, str(tmp_path / "saved"), {"a": rows})
+    recipe = str(write_recipe(tmp_path / "recipe.json", {"source": "a", "targets": ["q", "k", "v"], "split": "qkv"}))
+    fields = {"model_type": "other", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(fields))
+    export_huggingface(tmp_path / "saved", tmp_path / "model", recipe=recipe, config=config)
+    found = load_file(tmp_path / "model" / "model-00001-of-00001.safetensors")
+    right = rows.reshape(2, 4, 3, 2)
+    for name, part in (("q", right[:, :2]), ("k", right[:, 2]), ("v", right[:, 3])):
+        np.testing.assert_array_equal(found[name], part.reshape(-1, 2))
+    config.write_text(json.dumps(fields | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    with pytest.raises(MismatchError, match="'a' would have 1 key-value head, each 6 wide, and '.*' says head_dim = 3; give"):
+        export_huggingface(tmp_path / "saved", tmp_path / "other", recipe=recipe, config=config)
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -199,6 +217,8 @@ def test_rules_that_do_not_fit_a_tensor(rule: Rule, piece: Piece, message: str) 
         ({"source": "a", "targets": [1]}, r"has targets = \[1\]"),
         ({"source": "a", "targets": ["b"], "transpose": "yes"}, "has transpose = 'yes'"),
         ({"source": "a.{n}", "targets": ["b.{m}"]}, r"has no placeholder \{m\}"),
+        ({"source": "a.{n}", "targets": ["b.{N}"]}, r"'b\.\{N\}' has a brace that is of no placeholder"),
+        ({"source": "a.{n1}", "targets": ["b"]}, r"'a\.\{n1\}' has a brace that is of no placeholder"),
         ({"source": "a.{n}.{n}", "targets": ["b"]}, "has a placeholder twice"),
         ({"source": "a", "targets": ["b"], "unstack": "n"}, "not all of its targets have that"),
         ({"source": "a", "targets": ["b", "c"]}, "has 2 targets and split = None"),

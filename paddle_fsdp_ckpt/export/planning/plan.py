@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from .states import PlannedState, planned_states
 DEFAULT_OPTIMIZER = "AdamW"
 
 _MOST_RANKS = 1 << 16
+_MOST_ELEMENTS = 1 << 50
 _SAMPLED_RANKS = 4
 """Headers are made of no more ranks than this; those of the others are taken to be as long as their mean."""
 
@@ -203,6 +205,9 @@ def plan_run(
     units = planned_units(found, chosen)
     states_of = lru_cache(lambda one: tuple(planned_states(optimizer, one, master_weights=master_weights)))
     parameters = [parameter for unit in units for parameter in unit.parameters]
+    numel = sum(math.prod(parameter.shape) for parameter in parameters)
+    if numel > _MOST_ELEMENTS:
+        raise CheckpointError(f"'{found.path}' makes no model: it would have {numel:.3g} elements")
     try:
         layouts = [planned_layout(units, world_size) for world_size in world_sizes]
     except ValueError as error:

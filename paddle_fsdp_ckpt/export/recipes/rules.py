@@ -101,6 +101,9 @@ class Rule:
         Raises:
             ValueError: it doesn't.
         """
+        strange = [form for form in (self.source, *self.targets) if set("{}") & set(_PLACEHOLDER.sub("", form))]
+        if strange:
+            raise ValueError(f"'{strange[0]}' has a brace that is of no placeholder, {{name}} or {{*name}}, with small letters and _ only")
         names = [found[2] for found in _PLACEHOLDER.finditer(self.source)]
         known = {*names, self.unstack}
         unknown = [found[2] for target in self.targets for found in _PLACEHOLDER.finditer(target) if found[2] not in known]
