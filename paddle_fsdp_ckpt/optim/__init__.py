@@ -14,6 +14,7 @@ from .catalog import CATALOG, OptimizerEntry, StateKind, entry_of, register_opti
 from .fused_decay import split_weight_decay
 from .fused_others import let_masters_follow
 from .fused_repair import PaddleRepair, repair_paddle_runtime
+from .given_states import take_up_given_states
 from .gradient_norm import clip_grad_norm_
 from .hyperparameters import describe_hyperparameters, differences
 from .loss_scaling import bind_grad_scaler, describe_grad_scaler, restore_grad_scaler, warn_of_pending_update
@@ -87,6 +88,7 @@ __all__ = [
     "split_weight_decay",
     "state_columns",
     "states_restored_on_error",
+    "take_up_given_states",
     "takes_learning_rate",
     "unbind_optimizer",
     "warn_of_pending_update",

@@ -115,8 +115,8 @@ def check_can_step(optimizer: Any, about_to_shard: Collection[int]) -> None:
             "Rprop: it keeps its etas and learning_rate_range in the dtype of the first parameter that it steps, and ranks may step "
             f"different ones first; its parameters are {', '.join(sorted(dtypes))}: make one Rprop for each dtype"
         )
-    if any(optimizer._accumulators.values()) or optimizer._master_weights:
+    if any(optimizer._accumulators.values()) or optimizer._master_weights or optimizer._accumulators_holder:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__}: it has state already, for parameters as they were before they were sharded; bind it before its "
-            "first step, then load its state"
+            "first step and without set_state_dict, then load its state, as save writes it of a plain model and its optimizer"
         )

@@ -151,6 +151,8 @@ def replace_states(optimizer: Any, parameters: Sequence[SteppedParameter], wante
     unwanted = [one for one in parameters if one.slot.name not in wanted]
     _check_may_drop(optimizer, unwanted)
     drop_states(optimizer, unwanted)
+    # What set_state_dict left aside is replaced too; Paddle would look there for each state that it creates, and fail where it isn't.
+    optimizer._accumulators_holder = {}
     binding = binding_of(optimizer)
     if binding is not None:
         binding.has_states = False
@@ -217,6 +219,7 @@ def states_restored_on_error(optimizer: Any) -> Iterator[None]:
     accumulators = {name: dict(tensors) for name, tensors in optimizer._accumulators.items()}
     masters = dict(optimizer._master_weights)
     created = set(optimizer._already_create_accumulator)
+    aside = optimizer._accumulators_holder
     names = list(optimizer._opti_name_list)
     settings = {name: optimizer.__dict__[name] for name in _GROUP_SETTINGS if name in optimizer.__dict__}
     binding = binding_of(optimizer)
@@ -229,6 +232,7 @@ def states_restored_on_error(optimizer: Any) -> Iterator[None]:
         optimizer._accumulators = defaultdict(dict, accumulators)
         optimizer._master_weights = masters
         optimizer._already_create_accumulator = created
+        optimizer._accumulators_holder = aside
         optimizer._opti_name_list = names
         optimizer.__dict__.update(settings)
         raise

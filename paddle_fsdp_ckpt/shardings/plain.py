@@ -11,7 +11,7 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from ..errors import ShardingError, listing
 from ..fsdp import named_buffers, named_parameters, replicated
-from ..optim import SteppedParameter, binding_of, entry_of, parameter_groups, whole_parameters
+from ..optim import OptimizerState, SteppedParameter, binding_of, entry_of, parameter_groups, take_up_given_states, whole_parameters
 from .sharding import Sharding
 
 
@@ -39,6 +39,11 @@ class Plain(Sharding):
         for one in optimizers:
             entry_of(one)
         return [_whole_parameters(one, model) for one in optimizers]
+
+    def states(self, optimizer: Any, parameters: Sequence[SteppedParameter]) -> list[OptimizerState]:
+        """Return them whole, also those that ``set_state_dict`` gave, and that no step has taken up."""
+        take_up_given_states(optimizer, parameters)
+        return super().states(optimizer, parameters)
 
     def has_gradient(self, parameter: SteppedParameter) -> bool:
         """Tell whether Paddle has one."""

@@ -108,6 +108,13 @@ def optimizer_that_has_stepped() -> Call:
     return Call(model, {"optimizer": optimizer})
 
 
+def optimizer_given_states() -> Call:
+    model = Net(2)
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
+    optimizer.set_state_dict({"linear_0.w_0_velocity_0": paddle.ones([1])})
+    return Call(model, {"optimizer": optimizer})
+
+
 def unsupported_optimizer() -> Call:
     model = Net(2)
     return Call(model, {"optimizer": paddle.optimizer.LBFGS(0.1, parameters=model.parameters())})
@@ -144,6 +151,7 @@ BAD = {
     optimizer_of_another_model: ("ShardingError", "parameters are not in a sharded model"),
     optimizer_over_more_than_the_model: ("ShardingError", "2 of its 19 parameters are not in a sharded model"),
     optimizer_that_has_stepped: ("UnsupportedOptimizerError", "has state already"),
+    optimizer_given_states: ("UnsupportedOptimizerError", "has state already"),
     unsupported_optimizer: ("UnsupportedOptimizerError", "LBFGS can't step a sharded model"),
     multi_tensor_optimizer: ("UnsupportedOptimizerError", "use_multi_tensor=True"),
     not_an_optimizer: ("UnsupportedOptimizerError", "int is not an optimizer"),

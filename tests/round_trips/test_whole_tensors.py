@@ -20,6 +20,7 @@ from whole_cases import (
     odd_tensors,
     optimizer_alone,
     reordered,
+    save_given,
     save_plain,
     strange_names,
     truth_on_ranks,
@@ -140,3 +141,10 @@ def test_inside_local_parameters(tmp_path: Path, ranks: Ranks) -> None:
 
 def test_strange_names(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(2).run(strange_names, str(tmp_path / "names")) == [True, True]
+
+
+def test_states_given_by_set_state_dict(tmp_path: Path, ranks: Ranks, single: RankPool) -> None:
+    path = str(tmp_path / "given")
+    losses, resumed = single.run(save_given, path)[0]
+    assert resumed == losses
+    np.testing.assert_allclose(ranks(2).run(load_sharded, "tied", path, False)[0][1], losses, rtol=2e-5)

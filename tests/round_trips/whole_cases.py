@@ -50,6 +50,26 @@ def save_plain(model: str, path: str, steps: int = 2, more: int = 2) -> tuple[Tr
     return truth, states, plain_train(made, stepper, steps, steps + more)
 
 
+def save_given(path: str) -> tuple[list[float], list[float]]:
+    """Save states that came by ``set_state_dict``, before any step: how the first run goes on, and how what loads them does."""
+    with paddle.utils.unique_name.guard():  # as in a process of its own, where Paddle's names are these too
+        made = MODELS["tied"]()
+        stepper = OPTIMIZERS["adamw"](made)
+        plain_train(made, stepper, 0, 2)
+        weights, states = ({key: paddle.assign(one) for key, one in held.state_dict().items()} for held in (made, stepper))
+        losses = plain_train(made, stepper, 2, 4)
+    with paddle.utils.unique_name.guard():
+        given = MODELS["tied"]()
+        waiting = OPTIMIZERS["adamw"](given)
+        given.set_state_dict(weights)
+        waiting.set_state_dict(states)
+        ckpt.save(path, model=given, optimizer=waiting, step=2)
+    waiting.set_state_dict(waiting.state_dict())  # which Paddle keeps aside; a load replaces it
+    plain_train(given, waiting, 7, 9)
+    assert ckpt.load(path, model=given, optimizer=waiting).is_exact
+    return losses, plain_train(given, waiting, 2, 4)
+
+
 def load_sharded(model: str, path: str, weights_only: bool, steps: int = 2, more: int = 2) -> tuple[Outcome, list[float]]:
     paddle.seed(8)
     made = MODELS[model]()
