@@ -16,6 +16,7 @@ from ..fsdp.paddle_contexts import registered_context
 from .aliases import hold_once, joined_parameters
 from .catalog import check_own_methods, check_states_known, entry_of
 from .clipping import ShardedClip, check_clip
+from .given_gradients import check_given_gradients
 from .gradient_norm import warn_without_gradients
 from .hyperparameters import describe_hyperparameters, own_settings
 from .parameters import parameter_groups
@@ -30,8 +31,8 @@ _WRAPS = ("_inner_opt", "_optim", "inner_optimizer", "inner_opt")
 def bind_optimizer(optimizer: Any) -> None:
     """Bind a plain optimizer of ``paddle.optimizer`` to the sharded model whose parameters it holds. Binding twice does nothing.
 
-    Afterwards ``step``, ``minimize`` and ``clear_grad`` work as ever, with param groups, regularizers, decay callbacks,
-    per-parameter learning rates and gradient clipping. ``step`` and ``minimize`` are collective operations.
+    Afterwards ``step``, ``minimize``, ``apply_gradients`` and ``clear_grad`` work as ever, with param groups, regularizers, decay
+    callbacks, per-parameter learning rates and gradient clipping. All but ``clear_grad`` are collective operations.
 
     Args:
         optimizer: made before or after ``fully_shard``; all its parameters must belong to sharded models.
@@ -215,6 +216,7 @@ class _Binding:
             _BINDING_ATTRIBUTE: self,
             "step": self._sharded_step,
             "backward": self._collect_gradients,
+            "apply_gradients": self._apply_given_gradients,
             "_apply_optimize": self._apply_optimize_to_local,
             "_set_auxiliary_var": self._note_found_inf,
             "state_dict": _refuse_state_dict,
@@ -339,6 +341,22 @@ class _Binding:
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+    def _apply_given_gradients(self, params_grads: Any) -> Any:
+        self._check_before_step()
+        pairs, refused = [], None
+        try:
+            pairs = check_given_gradients(self._optimizer, params_grads, self._shards)
+        except ShardingError as error:
+            refused = error
+        with ExitStack() as stack:
+            for runtime in self._runtimes:
+                runtime.communicator.raise_together(refused)
+                stack.enter_context(runtime.stepping(self._settings_now(), self._shards_in(runtime)))
+            self._expect_states("apply_gradients")
+            result = self._apply_optimize_to_local(None, None, pairs)
+        check_states_known(self._optimizer)
+        return result
 
     def _apply_optimize_to_local(self, loss: Any, startup_program: Any, params_grads: Any, param_group_idx: int = 0) -> Any:
         pairs = params_grads["params"] if isinstance(params_grads, dict) else params_grads

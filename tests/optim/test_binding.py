@@ -245,6 +245,30 @@ def bound_refuses() -> None:
     assert not same(before, weights(model))
 
 
+def given_gradients_refused() -> list[str]:
+    """Whole gradients, which are not reduced, and parameters of others; also where one rank alone is given them. Nothing is stepped."""
+    from harness import this_rank
+
+    model, other = net(), net()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    fully_shard(model, optimizer=optimizer)
+    loss = loss_of(model)
+    whole = paddle.grad(loss, model.parameters(), retain_graph=True)
+    loss.backward()
+    pieces = optimizer.backward(loss)
+    before = weights(model)
+    messages = []
+    for wrong in (list(zip(model.parameters(), whole, strict=True)), [(other[0].weight, paddle.ones([3, 7]))]):
+        for given in (wrong, wrong if this_rank().rank == 1 else pieces):
+            with pytest.raises(errors.CheckpointError) as caught:
+                optimizer.apply_gradients(given)
+            messages.append(str(caught.value))
+            assert same(before, weights(model))
+    optimizer.apply_gradients(pieces)
+    assert not same(before, weights(model))
+    return messages
+
+
 def error_inside_a_step() -> None:
     """An error in the middle of a step leaves parameters that can be trained on."""
     model = net()
@@ -320,6 +344,17 @@ def a_bound_optimizer_of_an_ordinary_model_is_not_made() -> None:
 
 def test_a_bound_optimizer_refuses_what_it_can_not_do(ranks: Ranks) -> None:
     ranks(2).run(bound_refuses)
+
+
+def test_given_gradients_that_are_no_pieces_are_refused(ranks: Ranks) -> None:
+    first, second = ranks(2).run(given_gradients_refused)
+    for messages in (first, second):
+        assert "SGD.apply_gradients: sharded parameter '0.weight'" in messages[0]
+        assert "What paddle.grad returns is whole" in messages[0]
+        assert "is not among the parameters of this optimizer" in messages[2]
+    assert "rank 1 refused" in first[1]
+    assert "rank 1 refused" in first[3]
+    assert second[1::2] == second[::2]
 
 
 def test_an_error_inside_a_step_leaves_a_model_that_trains(ranks: Ranks) -> None:
