@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -198,8 +199,9 @@ class _Binding:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._shards = optimizer_shards(optimizer)
-        self._runtimes: list[Runtime] = list({id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}.values())
+        self._held: list[int] = []
+        self._runtimes: list[Runtime] = []
+        self._look_at_parameters()
         self._apply_optimize: Callable[..., Any] = optimizer._apply_optimize
         self._step: Callable[[], Any] = optimizer.step
         self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
@@ -210,8 +212,6 @@ class _Binding:
         self._sentinels = [shard for shard in (self._shards[0], self._shards[-1]) if not shard.parameter.stop_gradient]
         for shard in self._sentinels:
             shard.is_sentinel = True
-        for runtime in self._runtimes:
-            runtime.add_observer(self)
         replaced = {
             _BINDING_ATTRIBUTE: self,
             "step": self._sharded_step,
@@ -244,6 +244,24 @@ class _Binding:
                 del self._optimizer.__dict__[name]
             else:
                 self._optimizer.__dict__[name] = value
+
+    def _look_at_parameters(self) -> None:
+        """Take note of what the optimizer holds; it may hold other parameters than before, as after ``_add_param_group``.
+
+        Raises:
+            ShardingError: some are not in a sharded model.
+        """
+        held = [id(parameter) for group in parameter_groups(self._optimizer) for parameter in group["params"]]
+        if held == self._held:
+            return
+        self._shards = optimizer_shards(self._optimizer)
+        self._held = held
+        self._held_names = zlib.crc32(repr([[one.slot.name for one in shards] for shards in _shards_of_groups(self._optimizer)]).encode())
+        for runtime in self._runtimes:
+            runtime.observers.discard(self)
+        self._runtimes = list({id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}.values())
+        for runtime in self._runtimes:
+            runtime.add_observer(self)
 
     def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
         """Make the master weights of these parameters follow their new values.
@@ -288,6 +306,7 @@ class _Binding:
     def _check_setting(self) -> None:
         _check_paddles_own_runtime()
         check_regularizers(self._optimizer)
+        self._look_at_parameters()
         if not self._is_compared:
             # Fleet's sharding leaves each rank's optimizer another part of the parameters.
             for runtime in self._runtimes:
@@ -298,10 +317,10 @@ class _Binding:
             self._is_compared = True
 
     def _settings_now(self) -> list[Any]:
-        """Return what of the settings is compared at each step: rates, what parameters say, and all of each group's first parameter."""
+        """Return what is compared at each step: names, rates, what parameters say, and all settings of each group's first parameter."""
         firsts = [shards[0] for shards in _shards_of_groups(self._optimizer) if shards]
         held = (parameter for group in parameter_groups(self._optimizer) for parameter in group["params"])
-        return [*_rates(self._optimizer), own_settings(held), describe_hyperparameters(self._optimizer, firsts)]
+        return [self._held_names, *_rates(self._optimizer), own_settings(held), describe_hyperparameters(self._optimizer, firsts)]
 
     def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
         """Let a loss scaler divide this rank's reduced gradients, and tell on all ranks whether any found an infinity. Collective.

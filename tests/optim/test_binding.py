@@ -269,6 +269,30 @@ def given_gradients_refused() -> list[str]:
     return messages
 
 
+def later_parameters_refused() -> list[str]:
+    """What an optimizer is given later is looked at as what it is bound with; also where one rank alone gives it something."""
+    from harness import this_rank
+
+    model, plain = net(), nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model[0].parameters())
+    fully_shard(model, optimizer=optimizer)
+    loss_of(model).backward()
+    optimizer.step()
+    before = weights(model)
+    messages = []
+    for added in (plain.parameters(), model[2].parameters() if this_rank().rank == 1 else []):
+        loss_of(model).backward()
+        optimizer._parameter_list.extend(added)
+        with pytest.raises(errors.ShardingError) as caught:
+            optimizer.step()
+        messages.append(str(caught.value))
+        assert same(before, weights(model))
+        del optimizer._parameter_list[2:]
+    optimizer.step()
+    assert not same(before, weights(model))
+    return messages
+
+
 def error_inside_a_step() -> None:
     """An error in the middle of a step leaves parameters that can be trained on."""
     model = net()
@@ -355,6 +379,12 @@ def test_given_gradients_that_are_no_pieces_are_refused(ranks: Ranks) -> None:
     assert "rank 1 refused" in first[1]
     assert "rank 1 refused" in first[3]
     assert second[1::2] == second[::2]
+
+
+def test_parameters_that_an_optimizer_is_given_later_must_be_sharded_and_the_same_on_every_rank(ranks: Ranks) -> None:
+    for foreign, differing in ranks(2).run(later_parameters_refused):
+        assert "2 of its 4 parameters are not in a sharded model" in foreign
+        assert "differ in the optimizer's learning rate, parameters or" in differing
 
 
 def test_an_error_inside_a_step_leaves_a_model_that_trains(ranks: Ranks) -> None:
