@@ -30,7 +30,9 @@ _WRAPS = ("_inner_opt", "_optim", "inner_optimizer", "inner_opt")
 
 
 def bind_optimizer(optimizer: Any) -> None:
-    """Bind a plain optimizer of ``paddle.optimizer`` to the sharded model whose parameters it holds. Binding twice does nothing.
+    """Bind a plain optimizer of ``paddle.optimizer`` to the sharded model whose parameters it holds.
+
+    Binding twice does nothing, save that it takes note of parameters that the optimizer was given meanwhile, as the next step would.
 
     Afterwards ``step``, ``minimize``, ``apply_gradients`` and ``clear_grad`` work as ever, with param groups, regularizers, decay
     callbacks, per-parameter learning rates and gradient clipping. All but ``clear_grad`` are collective operations.
@@ -43,11 +45,14 @@ def bind_optimizer(optimizer: Any) -> None:
             went and not the one that stays, or both with different settings.
         UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
     """
-    if binding_of(optimizer) is None:
-        check_is_optimizer(optimizer)
-        check_optimizer(optimizer, {id(one.alias) for one in joined_parameters(optimizer)})
-        hold_once(optimizer)
-        _Binding(optimizer)
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.look_at_parameters()
+        return
+    check_is_optimizer(optimizer)
+    check_optimizer(optimizer, {id(one.alias) for one in joined_parameters(optimizer)})
+    hold_once(optimizer)
+    _Binding(optimizer)
 
 
 def binding_of(optimizer: Any) -> _Binding | None:
@@ -201,7 +206,7 @@ class _Binding:
         self._optimizer = optimizer
         self._held: list[int] = []
         self._runtimes: list[Runtime] = []
-        self._look_at_parameters()
+        self.look_at_parameters()
         self._apply_optimize: Callable[..., Any] = optimizer._apply_optimize
         self._step: Callable[[], Any] = optimizer.step
         self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
@@ -245,7 +250,7 @@ class _Binding:
             else:
                 self._optimizer.__dict__[name] = value
 
-    def _look_at_parameters(self) -> None:
+    def look_at_parameters(self) -> None:
         """Take note of what the optimizer holds; it may hold other parameters than before, as after ``_add_param_group``.
 
         Raises:
@@ -306,7 +311,7 @@ class _Binding:
     def _check_setting(self) -> None:
         _check_paddles_own_runtime()
         check_regularizers(self._optimizer)
-        self._look_at_parameters()
+        self.look_at_parameters()
         if not self._is_compared:
             # Fleet's sharding leaves each rank's optimizer another part of the parameters.
             for runtime in self._runtimes:

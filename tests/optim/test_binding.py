@@ -12,7 +12,7 @@ from harness import RankPool
 from paddle import nn
 from paddle.nn import functional as F
 
-from paddle_fsdp_ckpt import errors
+from paddle_fsdp_ckpt import errors, full_state_dict
 from paddle_fsdp_ckpt.fsdp import local_parameters, runtime_of
 from paddle_fsdp_ckpt.optim import bind_optimizer, binding_of, optimizer_shards, parameter_groups
 from paddle_fsdp_ckpt.training import fully_shard
@@ -269,6 +269,28 @@ def given_gradients_refused() -> list[str]:
     return messages
 
 
+def second_model_given_later() -> None:
+    """A bound optimizer is given the parameters of another sharded model, which the error of an unbound one says to bind."""
+    seen = []
+    for sharded in (False, True):
+        paddle.seed(3)
+        model, other = net(), nn.Linear(3, 2)
+        optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.1))
+        if sharded:
+            fully_shard(model, optimizer=optimizer)
+            fully_shard(other)
+        optimizer._parameter_list.extend(other.parameters())
+        if sharded:
+            bind_optimizer(optimizer)
+        for _ in range(2):
+            (loss_of(model) + loss_of(other)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        seen.append(full_state_dict(other, to_rank=None) if sharded else other.state_dict())
+    for name, right in seen[0].items():
+        np.testing.assert_allclose(seen[1][name].numpy(), right.numpy(), rtol=0, atol=1e-6)
+
+
 def later_parameters_refused() -> list[str]:
     """What an optimizer is given later is looked at as what it is bound with; also where one rank alone gives it something."""
     from harness import this_rank
@@ -385,6 +407,10 @@ def test_parameters_that_an_optimizer_is_given_later_must_be_sharded_and_the_sam
     for foreign, differing in ranks(2).run(later_parameters_refused):
         assert "2 of its 4 parameters are not in a sharded model" in foreign
         assert "differ in the optimizer's learning rate, parameters or" in differing
+
+
+def test_an_optimizer_is_given_another_sharded_model_later(ranks: Ranks) -> None:
+    ranks(2).run(second_model_given_later)
 
 
 def test_an_error_inside_a_step_leaves_a_model_that_trains(ranks: Ranks) -> None:
