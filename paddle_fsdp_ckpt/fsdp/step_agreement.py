@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DIFFERENCES = (
     "did not gather and reduce the same units in the same order since the last step; run the same layers on every rank",
     "differ in which parameters are frozen (stop_gradient); freeze the same ones on every rank",
-    "differ in the optimizer's learning rate, or in another setting, or some read p.grad where others step; do the same on every rank",
+    "differ in the optimizer's learning rate, parameters or another setting, or some read p.grad where others step; do the same on all",
     "differ in which parameters have a gradient from before; call clear_grad, or set p.grad to None, on all that keep a piece of p",
     "gave set_value other values, or some none; call it on every rank with the same value, or load_full_state_dict(from_rank=0)",
 )

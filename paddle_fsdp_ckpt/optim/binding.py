@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from .aliases import hold_once, joined_parameters
 from .binding_checks import check_can_step, check_is_optimizer, check_parameters, check_regularizers
 from .catalog import check_states_known, entry_of
 from .clipping import ShardedClip
+from .given_gradients import check_given_gradients
 from .gradient_norm import warn_without_gradients
 from .hyperparameters import describe_hyperparameters, own_settings
 from .parameters import parameter_groups
@@ -25,10 +27,12 @@ _BINDING_ATTRIBUTE = "_fully_shard_binding"
 
 
 def bind_optimizer(optimizer: Any) -> None:
-    """Bind a plain optimizer of ``paddle.optimizer`` to the sharded model whose parameters it holds. Binding twice does nothing.
+    """Bind a plain optimizer of ``paddle.optimizer`` to the sharded model whose parameters it holds.
 
-    Afterwards ``step``, ``minimize`` and ``clear_grad`` work as ever, with param groups, regularizers, decay callbacks,
-    per-parameter learning rates and gradient clipping. ``step`` and ``minimize`` are collective operations.
+    Binding twice does nothing, save that it takes note of parameters that the optimizer was given meanwhile, as the next step would.
+
+    Afterwards ``step``, ``minimize``, ``apply_gradients`` and ``clear_grad`` work as ever, with param groups, regularizers, decay
+    callbacks, per-parameter learning rates and gradient clipping. All but ``clear_grad`` are collective operations.
 
     Args:
         optimizer: made before or after ``fully_shard``; all its parameters must belong to sharded models.
@@ -38,11 +42,14 @@ def bind_optimizer(optimizer: Any) -> None:
             went and not the one that stays, or both with different settings.
         UnsupportedOptimizerError: its class or its clip can't step a sharded model right, or it has stepped already.
     """
-    if binding_of(optimizer) is None:
-        check_is_optimizer(optimizer)
-        check_optimizer(optimizer, {id(one.alias) for one in joined_parameters(optimizer)})
-        hold_once(optimizer)
-        _Binding(optimizer)
+    binding = binding_of(optimizer)
+    if binding is not None:
+        binding.look_at_parameters()
+        return
+    check_is_optimizer(optimizer)
+    check_optimizer(optimizer, {id(one.alias) for one in joined_parameters(optimizer)})
+    hold_once(optimizer)
+    _Binding(optimizer)
 
 
 def binding_of(optimizer: Any) -> _Binding | None:
@@ -104,8 +111,9 @@ class _Binding:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._shards = optimizer_shards(optimizer)
-        self._runtimes: list[Runtime] = list({id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}.values())
+        self._held: list[int] = []
+        self._runtimes: list[Runtime] = []
+        self.look_at_parameters()
         self._apply_optimize: Callable[..., Any] = optimizer._apply_optimize
         self._step: Callable[[], Any] = optimizer.step
         self._set_auxiliary_var: Callable[[str, Any], None] = optimizer._set_auxiliary_var
@@ -116,12 +124,11 @@ class _Binding:
         self._sentinels = [shard for shard in (self._shards[0], self._shards[-1]) if not shard.parameter.stop_gradient]
         for shard in self._sentinels:
             shard.is_sentinel = True
-        for runtime in self._runtimes:
-            runtime.add_observer(self)
         replaced = {
             _BINDING_ATTRIBUTE: self,
             "step": self._sharded_step,
             "backward": self._collect_gradients,
+            "apply_gradients": self._apply_given_gradients,
             "_apply_optimize": self._apply_optimize_to_local,
             "_set_auxiliary_var": self._note_found_inf,
             "state_dict": _refuse_state_dict,
@@ -149,6 +156,24 @@ class _Binding:
                 del self._optimizer.__dict__[name]
             else:
                 self._optimizer.__dict__[name] = value
+
+    def look_at_parameters(self) -> None:
+        """Take note of what the optimizer holds; it may hold other parameters than before, as after ``_add_param_group``.
+
+        Raises:
+            ShardingError: some are not in a sharded model.
+        """
+        held = [id(parameter) for group in parameter_groups(self._optimizer) for parameter in group["params"]]
+        if held == self._held:
+            return
+        self._shards = optimizer_shards(self._optimizer)
+        self._held = held
+        self._held_names = zlib.crc32(repr([[one.slot.name for one in shards] for shards in _shards_of_groups(self._optimizer)]).encode())
+        for runtime in self._runtimes:
+            runtime.observers.discard(self)
+        self._runtimes = list({id(shard.unit.runtime): shard.unit.runtime for shard in self._shards}.values())
+        for runtime in self._runtimes:
+            runtime.add_observer(self)
 
     def parameters_written(self, shards: Sequence[ParameterShard], *, maybe: bool = False) -> None:
         """Make the master weights of these parameters follow their new values.
@@ -193,6 +218,7 @@ class _Binding:
     def _check_setting(self) -> None:
         _check_paddles_own_runtime()
         check_regularizers(self._optimizer)
+        self.look_at_parameters()
         if not self._is_compared:
             # Fleet's sharding leaves each rank's optimizer another part of the parameters.
             for runtime in self._runtimes:
@@ -203,10 +229,10 @@ class _Binding:
             self._is_compared = True
 
     def _settings_now(self) -> list[Any]:
-        """Return what of the settings is compared at each step: rates, what parameters say, and all of each group's first parameter."""
+        """Return what is compared at each step: names, rates, what parameters say, and all settings of each group's first parameter."""
         firsts = [shards[0] for shards in _shards_of_groups(self._optimizer) if shards]
         held = (parameter for group in parameter_groups(self._optimizer) for parameter in group["params"])
-        return [*_rates(self._optimizer), own_settings(held), describe_hyperparameters(self._optimizer, firsts)]
+        return [self._held_names, *_rates(self._optimizer), own_settings(held), describe_hyperparameters(self._optimizer, firsts)]
 
     def unscale(self, divide: Callable[[Sequence[ParameterShard]], bool]) -> bool:
         """Let a loss scaler divide this rank's reduced gradients, and tell on all ranks whether any found an infinity. Collective.
@@ -246,6 +272,22 @@ class _Binding:
         wanted = parameters or [p for group in parameter_groups(self._optimizer) for p in group["params"]]
         pairs = [(parameter, parameter.grad) for parameter in wanted if not parameter.stop_gradient]
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+    def _apply_given_gradients(self, params_grads: Any) -> Any:
+        self._check_before_step()
+        pairs, refused = [], None
+        try:
+            pairs = check_given_gradients(self._optimizer, params_grads, self._shards)
+        except ShardingError as error:
+            refused = error
+        with ExitStack() as stack:
+            for runtime in self._runtimes:
+                runtime.communicator.raise_together(refused)
+                stack.enter_context(runtime.stepping(self._settings_now(), self._shards_in(runtime)))
+            self._expect_states("apply_gradients")
+            result = self._apply_optimize_to_local(None, None, pairs)
+        check_states_known(self._optimizer)
+        return result
 
     def _apply_optimize_to_local(self, loss: Any, startup_program: Any, params_grads: Any, param_group_idx: int = 0) -> Any:
         pairs = params_grads["params"] if isinstance(params_grads, dict) else params_grads

@@ -112,6 +112,22 @@ def minimize(run: Run) -> None:
 
 
 @scenario
+def gradients_changed_between_backward_and_apply_gradients(run: Run) -> None:
+    for options in ({}, {"weight_decay": 0.1, "grad_clip": nn.ClipGradByGlobalNorm(0.05)}):
+        model = Net(3)
+        optimizer = run.start(model, lambda model, options=options: SGD(0.3, parameters=model.parameters(), **options))
+        for step in range(3):
+            loss = language_loss(run, model, step)
+            loss.backward()
+            pairs = optimizer.backward(loss)
+            skipped = id(model.blocks[1].up.weight)
+            optimizer.apply_gradients([(p, g * 0.5) for p, g in pairs if id(p) != skipped])
+            optimizer.clear_grad()
+            run.log(loss)
+        run.note_weights(model)
+
+
+@scenario
 def learning_rate_schedules(run: Run) -> None:
     model = Net(2)
     schedule = paddle.optimizer.lr.LinearWarmup(paddle.optimizer.lr.CosineAnnealingDecay(0.3, 5), 3, 0.0, 0.3)

@@ -124,6 +124,26 @@ def clip_set_later(run: Run) -> None:
 
 
 @scenario
+def parameters_given_to_the_optimizer_later_and_taken_away(run: Run) -> None:
+    clip = nn.ClipGradByGlobalNorm(0.05)
+    for grouped in (True, False):
+        model = Net(3)
+        head = [p for n, p in model.named_parameters() if n.startswith("head")]
+        rest = [p for n, p in model.named_parameters() if not n.startswith("head")]
+        held = [{"params": head, "weight_decay": 0.1, "grad_clip": clip}] if grouped else list(head)
+        optimizer = run.start(model, lambda model, held=held: Momentum(0.1, 0.9, parameters=held, grad_clip=clip))
+        run.train(model, optimizer, 2)
+        if grouped:
+            optimizer._add_param_group({"params": rest, "weight_decay": 0.2, "grad_clip": clip})
+        else:
+            optimizer._parameter_list.extend(rest)
+        run.train(model, optimizer, 2, first=2)
+        if not grouped:
+            del optimizer._parameter_list[:2]
+            run.train(model, optimizer, 2, first=4)
+
+
+@scenario
 def gradients_clipped_by_hand(run: Run) -> None:
     """The norm, and the gradients clipped by it, are those of Paddle's own function on whole gradients."""
     model = Net(2, tied="matmul")

@@ -12,7 +12,7 @@ from harness import RankPool
 from paddle import nn
 from paddle.nn import functional as F
 
-from paddle_fsdp_ckpt import errors
+from paddle_fsdp_ckpt import errors, full_state_dict
 from paddle_fsdp_ckpt.fsdp import local_parameters, runtime_of
 from paddle_fsdp_ckpt.optim import bind_optimizer, binding_of, optimizer_shards, parameter_groups
 from paddle_fsdp_ckpt.training import fully_shard
@@ -245,6 +245,76 @@ def bound_refuses() -> None:
     assert not same(before, weights(model))
 
 
+def given_gradients_refused() -> list[str]:
+    """Whole gradients, which are not reduced, and parameters of others; also where one rank alone is given them. Nothing is stepped."""
+    from harness import this_rank
+
+    model, other = net(), net()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    fully_shard(model, optimizer=optimizer)
+    loss = loss_of(model)
+    whole = paddle.grad(loss, model.parameters(), retain_graph=True)
+    loss.backward()
+    pieces = optimizer.backward(loss)
+    before = weights(model)
+    messages = []
+    for wrong in (list(zip(model.parameters(), whole, strict=True)), [(other[0].weight, paddle.ones([3, 7]))]):
+        for given in (wrong, wrong if this_rank().rank == 1 else pieces):
+            with pytest.raises(errors.CheckpointError) as caught:
+                optimizer.apply_gradients(given)
+            messages.append(str(caught.value))
+            assert same(before, weights(model))
+    optimizer.apply_gradients(pieces)
+    assert not same(before, weights(model))
+    return messages
+
+
+def second_model_given_later() -> None:
+    """A bound optimizer is given the parameters of another sharded model, which the error of an unbound one says to bind."""
+    seen = []
+    for sharded in (False, True):
+        paddle.seed(3)
+        model, other = net(), nn.Linear(3, 2)
+        optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.1))
+        if sharded:
+            fully_shard(model, optimizer=optimizer)
+            fully_shard(other)
+        optimizer._parameter_list.extend(other.parameters())
+        if sharded:
+            bind_optimizer(optimizer)
+        for _ in range(2):
+            (loss_of(model) + loss_of(other)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        seen.append(full_state_dict(other, to_rank=None) if sharded else other.state_dict())
+    for name, right in seen[0].items():
+        np.testing.assert_allclose(seen[1][name].numpy(), right.numpy(), rtol=0, atol=1e-6)
+
+
+def later_parameters_refused() -> list[str]:
+    """What an optimizer is given later is looked at as what it is bound with; also where one rank alone gives it something."""
+    from harness import this_rank
+
+    model, plain = net(), nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model[0].parameters())
+    fully_shard(model, optimizer=optimizer)
+    loss_of(model).backward()
+    optimizer.step()
+    before = weights(model)
+    messages = []
+    for added in (plain.parameters(), model[2].parameters() if this_rank().rank == 1 else []):
+        loss_of(model).backward()
+        optimizer._parameter_list.extend(added)
+        with pytest.raises(errors.ShardingError) as caught:
+            optimizer.step()
+        messages.append(str(caught.value))
+        assert same(before, weights(model))
+        del optimizer._parameter_list[2:]
+    optimizer.step()
+    assert not same(before, weights(model))
+    return messages
+
+
 def error_inside_a_step() -> None:
     """An error in the middle of a step leaves parameters that can be trained on."""
     model = net()
@@ -320,6 +390,27 @@ def a_bound_optimizer_of_an_ordinary_model_is_not_made() -> None:
 
 def test_a_bound_optimizer_refuses_what_it_can_not_do(ranks: Ranks) -> None:
     ranks(2).run(bound_refuses)
+
+
+def test_given_gradients_that_are_no_pieces_are_refused(ranks: Ranks) -> None:
+    first, second = ranks(2).run(given_gradients_refused)
+    for messages in (first, second):
+        assert "SGD.apply_gradients: sharded parameter '0.weight'" in messages[0]
+        assert "What paddle.grad returns is whole" in messages[0]
+        assert "is not among the parameters of this optimizer" in messages[2]
+    assert "rank 1 refused" in first[1]
+    assert "rank 1 refused" in first[3]
+    assert second[1::2] == second[::2]
+
+
+def test_parameters_that_an_optimizer_is_given_later_must_be_sharded_and_the_same_on_every_rank(ranks: Ranks) -> None:
+    for foreign, differing in ranks(2).run(later_parameters_refused):
+        assert "2 of its 4 parameters are not in a sharded model" in foreign
+        assert "differ in the optimizer's learning rate, parameters or" in differing
+
+
+def test_an_optimizer_is_given_another_sharded_model_later(ranks: Ranks) -> None:
+    ranks(2).run(second_model_given_later)
 
 
 def test_an_error_inside_a_step_leaves_a_model_that_trains(ranks: Ranks) -> None:

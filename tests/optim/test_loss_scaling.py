@@ -460,3 +460,34 @@ def test_a_save_before_the_update_of_the_scale_is_warned_of(ranks: Ranks, tmp_pa
     ((before, (between,), after),) = ranks(1).run(save_around_update, str(tmp_path / "root"))
     assert (before, after) == ([], [])
     assert "save between step() and update() of a GradScaler" in between
+
+
+def later_parameters_are_unscaled(how: str) -> None:
+    """The optimizer is bound with one layer's parameters, and gets the other's after two steps."""
+    seen = []
+    for sharded in (False, True):
+        paddle.seed(3)
+        model = Net()
+        first, last = model.first.parameters(), model.last.parameters()
+        held = [{"params": last, "weight_decay": 0.1}] if how == "group" else list(last)
+        optimizer, scaler = paddle.optimizer.SGD(0.1, parameters=held), make_scaler()
+        if sharded:
+            ckpt.fully_shard(model, optimizer=optimizer)
+            bind_grad_scaler(scaler)
+        with as_on_gpu():
+            for number in range(4):
+                if number == 2 and how == "group":
+                    optimizer._add_param_group({"params": first, "weight_decay": 0.1})
+                elif number == 2:
+                    optimizer._parameter_list.extend(first)
+                batch = np.random.RandomState(number).standard_normal([ROWS, 3]).astype("float32")
+                step(scaler, optimizer, model(paddle.to_tensor(batch), "weight", 0.0), "step")
+        seen.append(weights(model))
+    for name, piece in seen[1].items():
+        name, start, stop = name.split()
+        np.testing.assert_allclose(piece, seen[0][name][int(start) : int(stop)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["group", "list"])
+def test_parameters_that_the_optimizer_was_given_later_are_unscaled(ranks: Ranks, how: str) -> None:
+    ranks(2).run(later_parameters_are_unscaled, how)
