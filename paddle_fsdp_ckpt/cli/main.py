@@ -40,7 +40,7 @@ def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
 
 def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
     with ProgressLine(sys.stderr) as progress:
-        report = salvage(arguments.directory, workers=arguments.workers, progress=progress)
+        report = salvage(arguments.directory, workers=arguments.workers, progress=progress, without_manifest=arguments.without_manifest)
     return report, report.is_whole
 
 
@@ -51,6 +51,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_salvage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
+    parser.add_argument(
+        "--without-manifest", action="store_true", help="where manifest.json is lost, go by the headers of the other files, without digests"
+    )
     _add_workers(parser)
 
 
