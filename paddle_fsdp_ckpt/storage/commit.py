@@ -135,6 +135,12 @@ def _check_same_path(paths: list[JsonValue]) -> None:
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
+    left_over = parse_left_over(target.name)
+    if left_over is not None:
+        raise CheckpointError(
+            f"'{target}' has a name that a save to '{left_over[0]}' gives what it leaves behind, which is never loaded, and removed by the "
+            "next one; nothing was written. Choose another path"
+        )
     if not is_there(target):
         return
     if not target.is_dir():

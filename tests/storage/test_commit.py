@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from checkpoints import ThreadRendezvous, cut, make_manifest, run_ranks, write_checkpoint
 
-from paddle_fsdp_ckpt.errors import IncompleteCheckpointError, MismatchError, RankFailedError, TargetExistsError
+from paddle_fsdp_ckpt.errors import CheckpointError, IncompleteCheckpointError, MismatchError, RankFailedError, TargetExistsError
 from paddle_fsdp_ckpt.storage.commit import commit_checkpoint, heal_target
 from paddle_fsdp_ckpt.storage.format import PADDLE_METADATA_NAME, rank_file_name, replaced_name, staging_name
 from paddle_fsdp_ckpt.storage.index import CheckpointIndex, read_index, read_manifest
@@ -155,6 +155,15 @@ def test_a_target_that_may_not_be_replaced_is_refused(
     for result in results:
         assert re.search(f"{tmp_path / 'step'}.*{message}", str(result))
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [staging_name("step", NONCE), replaced_name("step", NONCE)])
+def test_a_target_with_a_left_overs_name_is_refused(tmp_path: Path, name: str) -> None:
+    """Nothing would load it, and the next save to the other target would remove it."""
+    for result in run_ranks(2, lambda ranks: save(ranks, tmp_path / name)):
+        assert isinstance(result, CheckpointError)
+        assert "has a name that a save to 'step' gives what it leaves behind" in str(result)
+    assert names(tmp_path) == []
 
 
 def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
