@@ -145,6 +145,11 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise TargetExistsError(f"'{target}' is there and is no directory; rename or remove it, or choose another path")
+    if os.path.ismount(target):
+        raise TargetExistsError(
+            f"'{target}' is where a file system is mounted, and nothing can take its place; choose a directory in it, such as "
+            f"'{target / 'checkpoint'}'"
+        )
     if not any(target.iterdir()):
         return
     if not is_there(target / MANIFEST_NAME):

@@ -95,11 +95,12 @@ def salvage(
         NewerFormatError: it is of a newer format version.
         CorruptCheckpointError: its manifest is damaged so much that it says nothing.
     """
+    directory = Path(os.path.expanduser(path))  # as load does
     try:
-        found = survey(Path(path), workers=workers, progress=progress)
+        found = survey(directory, workers=workers, progress=progress)
     except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-        if without_manifest and _holds_files(Path(path), error):
-            return _by_headers(Path(path), str(error).removesuffix(f". {VALUES_WITHOUT_MANIFEST}"))
+        if without_manifest and _holds_files(directory, error):
+            return _by_headers(directory, str(error).removesuffix(f". {VALUES_WITHOUT_MANIFEST}"))
         raise
     left, reasons = _without_damage(found)
     plan = plan_whole(left, left.keys())

@@ -166,6 +166,16 @@ def test_a_target_with_a_left_overs_name_is_refused(tmp_path: Path, name: str) -
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_mounted_file_system_is_refused_before_anything_is_written(tmp_path: Path, overwrite: bool) -> None:
+    """``/proc`` is one everywhere; nothing is written beside it."""
+    before = names(Path("/"))
+    for result in run_ranks(2, lambda ranks: save(ranks, Path("/proc"), overwrite=overwrite)):
+        assert isinstance(result, CheckpointError)
+        assert "is where a file system is mounted" in str(result) and "'/proc/checkpoint'" in str(result)
+    assert names(Path("/")) == before
+
+
 def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     run_ranks(4, lambda ranks: save(ranks, tmp_path / "step", step=1))
     run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", step=2, overwrite=True))

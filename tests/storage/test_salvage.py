@@ -168,3 +168,9 @@ def test_without_a_manifest_what_a_save_left_behind_is_refused(checkpoint: Path)
         salvage(left, without_manifest=True)
     with pytest.raises(IncompleteCheckpointError, match="there is no checkpoint"):
         salvage(checkpoint, without_manifest=True)
+
+
+def test_the_home_directory_has_its_short_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert salvage("~/step").is_whole
+    assert verify("~/step").is_good
