@@ -238,13 +238,19 @@ def _make_visible(staging: Path, target: Path, nonce: str) -> None:
     replaces = target.is_dir() and any(target.iterdir())
     if replaces:
         os.rename(target, old)
+    is_visible = False
     try:
         os.rename(staging, target)
+        is_visible = True
+        _fsync(target.parent)
     except BaseException:
-        if replaces:
-            os.rename(old, target)
+        # Who hears that the save failed shall find all as it was, and may save again; what fails besides is not the error to tell.
+        with contextlib.suppress(OSError):
+            if is_visible:
+                os.rename(target, staging)
+            if replaces:
+                os.rename(old, target)
         raise
-    _fsync(target.parent)
     _remove_replaced(target)
 
 
