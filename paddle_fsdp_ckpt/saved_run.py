@@ -30,10 +30,9 @@ _MASTER_WEIGHT = "w"
 _STATES = {_MASTER_WEIGHT}.union(*(entry.states for entry in CATALOG.values()))
 """What keys call states and master weights, without the "_0" at their end."""
 
-_STOCK_SAYS_LESS = (
-    "stock Paddle wrote the checkpoint, which doesn't say of what class the optimizer was, nor its hyper-parameters, learning rate and "
-    "step; they were left as they are"
-)
+_SAYS_LESS = "of what class the optimizer was, nor its hyper-parameters, learning rate and step; they were left as they are"
+_STOCK_SAYS_LESS = f"stock Paddle wrote the checkpoint, which doesn't say {_SAYS_LESS}"
+_NOTHING_SAYS = f"the checkpoint's manifest is lost, and nothing else says {_SAYS_LESS}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class SavedRun:
         tied: the sorted names of each tensor that had several; None where a checkpoint of stock Paddle doesn't say.
         base: by each of its names, what a parameter was that was left out since it didn't train.
         lora: by the name of its ``lora_A``, what a LoRA layer multiplied the product of its matrices by.
+        is_lost: whether the checkpoint is one of ours whose manifest is lost, which says no more than one of stock Paddle.
     """
 
     step: int | None
@@ -81,6 +81,7 @@ class SavedRun:
     tied: frozenset[tuple[str, ...]] | None
     base: Mapping[str, BaseParameter] = field(default_factory=dict)
     lora: Mapping[str, float] = field(default_factory=dict)
+    is_lost: bool = False
 
     @property
     def with_gradient(self) -> set[str]:
@@ -294,8 +295,8 @@ def left_optimizers(subjects: Subjects, run: SavedRun) -> list[str]:
 
 
 def _open_questions(steppers: Sequence[Stepper], run: SavedRun) -> list[str]:
-    """Say what a checkpoint of stock Paddle leaves open about the optimizers."""
-    sentences = [_STOCK_SAYS_LESS] if steppers else []
+    """Say what a checkpoint of stock Paddle, or one without its manifest, leaves open about the optimizers."""
+    sentences = [_NOTHING_SAYS if run.is_lost else _STOCK_SAYS_LESS] if steppers else []
     for one in steppers:
         bare = [p.slot.name for p in one.parameters if p.slot.name not in run.with_gradient and not p.parameter.stop_gradient]
         if bare and entry_of(one.optimizer).states:

@@ -32,7 +32,7 @@ from .storage.flex import paddle_metadata, piece_of
 from .storage.format import DTYPE_NBYTES, PADDLE_METADATA_NAME, rank_file_name
 from .storage.index import CheckpointIndex, read_headers, without_garbage_collection
 from .storage.json_values import JsonValue, check_json
-from .storage.manifest import FileRecord, Manifest, utc_now
+from .storage.manifest import MAX_COUNT, FileRecord, Manifest, utc_now
 from .storage.plan import Duplicate, check_complete
 from .storage.reader import differing_duplicates
 from .storage.reserved_keys import bytes_piece
@@ -356,6 +356,8 @@ def _check_step(step: Any) -> int | None:
         raise CheckpointError(f"step is {step!r:.100}, not a whole number") from None
     if number is not None and number < 0:
         raise CheckpointError(f"step is {number}, and steps are counted from 0 on")
+    if number is not None and number > MAX_COUNT:  # which no manifest could say
+        raise CheckpointError(f"step is {number}, and a checkpoint holds at most {MAX_COUNT}; count steps from 0 on")
     return number
 
 

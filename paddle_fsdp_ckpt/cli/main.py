@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def _verify(arguments: argparse.Namespace) -> tuple[Report, bool]:
 
 def _salvage(arguments: argparse.Namespace) -> tuple[Report, bool]:
     with ProgressLine(sys.stderr) as progress:
-        report = salvage(arguments.directory, workers=arguments.workers, progress=progress)
+        report = salvage(arguments.directory, workers=arguments.workers, progress=progress, without_manifest=arguments.without_manifest)
     return report, report.is_whole
 
 
@@ -51,6 +52,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_salvage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the checkpoint's directory")
+    parser.add_argument(
+        "--without-manifest", action="store_true", help="where manifest.json is lost, go by the headers of the other files, without digests"
+    )
     _add_workers(parser)
 
 
@@ -71,6 +75,10 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # Keys and paths may hold what the locale can't encode; an error of Python's own would end with the status of something found.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     name, *words = list(sys.argv[1:] if arguments is None else arguments) or [""]
     count = _COMMANDS[name].directories if name in _COMMANDS else 0
     parsed = _parser().parse_args([*([name] if name else []), *(directories_first(words, count) if count else words)])
@@ -84,8 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(report, as_json=parsed.json)
         sys.stdout.flush()
     except BrokenPipeError:  # such as | head, which has seen enough; Python would complain once more when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
+    except OSError as error:  # such as of a full disk
+        _leave_stdout()
+        return _refuse(f"the report could not be written: {describe_error(error)}")
     return GOOD if is_good else FOUND
+
+
+def _leave_stdout() -> None:
+    """Let go of what could not be written; Python would try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(text: str) -> int:

@@ -101,7 +101,8 @@ def load(
         allow_other_base: where the checkpoint was saved with ``trainable_only``, take the model's other parameters as they are, though they
             are not what they were then.
         check_digests: whether what is read is compared with its digests. Without, damage of values is not found; that of manifest and
-            headers is.
+            headers is. Without, and with ``salvage``, a checkpoint whose manifest is lost is loaded by the headers of its files, as one of
+            stock Paddle's is: parameters and states, but no step, hyper-parameters, learning rate and ``extra_state``.
         timeout_seconds: how long to wait for the slowest rank at each point where ranks wait for each other.
 
     Returns:
@@ -159,8 +160,7 @@ def load(
         if planned[0][1].base:
             note_told(planned[0][0], told[0])
         if verdict["problems"] is not None:
-            damage = planned[0][1].damage
-            raise (CorruptCheckpointError if verdict["conflicting"] else MismatchError)(f"{verdict['problems']}{damage}")
+            raise (CorruptCheckpointError if verdict["corrupt"] else MismatchError)(verdict["problems"])
     subjects, plan = planned[0]
     # What starts afresh, or keeps its values, is judged by the ranks that keep something of it.
     notes = merge_notes([verdict["notes"]])
@@ -232,9 +232,11 @@ def _judge(ranks: list[JsonValue], subjects: Subjects, plan: LoadPlan) -> JsonVa
     other = other_base(subjects, _base_parts(subjects, plan), [one["base"] for one in ranks], plan.base) if plan.base else []
     if other and not plan.options.allow_other_base:
         problems = replace(problems, others=(*problems.others, OtherProblem(say_other_base(other, len(plan.base)))))
+    if problems.nothing_matched and not problems.unexpected:
+        problems = replace(problems, lost=plan.lost)
     return {
-        "problems": str(problems) if problems else None,
-        "conflicting": bool(problems.conflicts),
+        "problems": f"{problems}{'' if problems.lost else plan.damage}" if problems else None,
+        "corrupt": bool(problems.conflicts or problems.lost),
         "notes": merge_notes([one["notes"] for one in ranks]).to_json(),
         "other_base": other,
         "states": [any(some) for some in zip(*(one["states"] for one in ranks), strict=True)],

@@ -60,7 +60,8 @@ def plan_load(path: Path, subjects: Subjects, options: LoadOptions, progress: Pr
     mapped = map_names(options.key_map, names)
     index, damaged, besides = _open(path, options)
     lacking = [name for name in damaged if not name.startswith(RESERVED_PREFIX)]
-    saved = rename_checkpoint(index, read_saved_run(index), lacking, {name: mapped.get(name, name) for name in names})
+    run = replace(read_saved_run(index), is_lost=index.manifest is None and MANIFEST_NAME in damaged)
+    saved = rename_checkpoint(index, run, lacking, {name: mapped.get(name, name) for name in names})
     exact = None if damaged or mapped else plan_exact_load(index, saved.run, subjects, options)
     if exact is not None:
         return replace(exact, besides=besides)
@@ -75,7 +76,7 @@ def _open(path: Path, options: LoadOptions) -> tuple[CheckpointIndex, dict[str, 
     if not options.salvage:
         index = open_index(path, reserved=True)
         return without_reserved(index), {}, besides_in(index)
-    report = salvage(path)
+    report = salvage(path, without_manifest=not options.check_digests)
     manifest = {MANIFEST_NAME: report.manifest_problem} if report.manifest_problem is not None else {}
     besides = None if COMMON_KEY in report.damaged else besides_in(report.index)
     return without_reserved(report.index), {**report.damaged, **report.unreadable, **manifest}, besides

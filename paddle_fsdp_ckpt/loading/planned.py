@@ -18,6 +18,7 @@ from ..shardings import StateLoad
 from ..storage.base_parameter import BaseParameter
 from ..storage.besides import SavedBesides
 from ..storage.casts import read_cast
+from ..storage.format import MANIFEST_NAME
 from ..storage.index import CheckpointIndex
 from ..storage.key_names import RESERVED_PREFIX
 from ..storage.plan import ReadPlan, plan_read
@@ -140,6 +141,11 @@ class LoadPlan:
     damaged: dict[str, str] = field(default_factory=dict)
     base: dict[str, BaseParameter] = field(default_factory=dict)
     besides: SavedBesides | None = field(default_factory=SavedBesides)
+
+    @property
+    def lost(self) -> str:
+        """Why keys that objects have are lost, each reason once; empty where none is."""
+        return listing(dict.fromkeys(why for name, why in self.damaged.items() if not name.startswith((RESERVED_PREFIX, MANIFEST_NAME))))
 
     @property
     def damage(self) -> str:

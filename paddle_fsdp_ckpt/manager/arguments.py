@@ -13,6 +13,7 @@ from ..optim import optimizer_list
 from ..shardings import ranks_of
 from ..storage.json_values import JsonValue
 from .retention import KeepAll, KeepLast, Retention, missing_metrics
+from .steps import MAX_STEP
 
 
 def retention_of(max_to_keep: int | None, keep: Sequence[Retention]) -> list[Retention]:
@@ -29,6 +30,20 @@ def retention_of(max_to_keep: int | None, keep: Sequence[Retention]) -> list[Ret
         return [*keep, KeepLast(max_to_keep)]
     except CheckpointError:
         raise CheckpointError(f"max_to_keep is {max_to_keep!r:.100}, not a whole number from 1 on; None keeps all steps") from None
+
+
+def step_number(value: Any) -> int:
+    """Return a step as an int.
+
+    Raises:
+        CheckpointError: it is none, or larger than those that a root holds.
+    """
+    number = whole_number(value, "step", 0)
+    if number > MAX_STEP:  # it would be saved, and never found again
+        raise CheckpointError(
+            f"step is {number}, and a root holds steps up to {MAX_STEP}; give the number of steps that were taken, not a time"
+        )
+    return number
 
 
 def whole_number(value: Any, what: str, least: int) -> int:

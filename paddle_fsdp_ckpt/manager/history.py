@@ -91,7 +91,8 @@ def tell(event: CheckpointEvent, root: Path, on_event: Callable[[CheckpointEvent
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a named pipe would wait for ever
+    # A named pipe would wait for ever, and a link, in a root from elsewhere, leads out of it.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
 
 def _ends_with_a_line(file: BinaryIO) -> bool:

@@ -19,7 +19,7 @@ from ..storage.agreement import COORDINATOR
 from ..storage.commit import DEFAULT_TIMEOUT_SECONDS
 from ..storage.json_values import JsonValue
 from ..subjects import Models
-from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, whole_number
+from .arguments import check_can_be_compared, check_group, check_same_restore, check_same_values, is_same_save, step_number
 from .history import CheckpointEvent
 from .meetings import Meetings
 from .opening import open_root
@@ -217,7 +217,7 @@ class CheckpointManager:
         checked_metrics: dict[str, float] = {}
 
         def check() -> JsonValue:
-            number = whole_number(step, "step", 0)
+            number = step_number(step)
             self._steps.check_next(number)
             check_group(model, optimizer, self._meetings.rendezvous.world_size)
             state = check_trainer_state(lr_scheduler, grad_scaler, sharded)
@@ -239,7 +239,7 @@ class CheckpointManager:
 
         if not self._meetings.meet("check", check, decide):
             self._meetings.meet("differ", lambda: describe_common(given[0], extra_state, checked_metrics), check_same_values)
-        step = whole_number(step, "step", 0)  # numpy's, for one, can't be written as JSON
+        step = step_number(step)  # numpy's, for one, can't be written as JSON
         prepared = prepare_save(
             self._root.where / step_name(step),
             self._meetings.rendezvous,
@@ -319,11 +319,11 @@ class CheckpointManager:
 
         def check() -> JsonValue:
             checked.append(check_trainer_state(lr_scheduler, grad_scaler, sharded))
-            return [None if step is None else whole_number(step, "step", 0), bool(fall_back), bool(discard_later), bool(random_state)]
+            return [None if step is None else step_number(step), bool(fall_back), bool(discard_later), bool(random_state)]
 
         self._meetings.meet("check", check, check_same_restore)
         state = checked[0]
-        step = None if step is None else whole_number(step, "step", 0)
+        step = None if step is None else step_number(step)
         if step is not None:
             self._steps.check_can_be_restored(step)
         meetings = self._meetings

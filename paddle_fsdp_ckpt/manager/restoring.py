@@ -20,6 +20,7 @@ from ..meeting import check_same
 from ..optim import optimizer_list
 from ..progress import long_progress
 from ..storage.agreement import Rendezvous, exchange
+from ..storage.format import VALUES_WITHOUT_MANIFEST
 from ..storage.json_values import JsonValue
 from ..storage.read_lock import reading
 from ..storage.reader import PARTIAL_STATE
@@ -152,7 +153,8 @@ class Restoring:
         reason = self.root.skipped.get(step_name(step))
         if reason is not None:
             raise IncompleteCheckpointError(
-                f"'{path}' was saved, as {HISTORY_NAME} says, and is no step now: {reason}. Copy it there whole"
+                f"'{path}' was saved, as {HISTORY_NAME} says, and is no step now: {reason}. Copy it there whole; "
+                f"where its manifest is lost, {VALUES_WITHOUT_MANIFEST}"
             )
         with reading(path):
             return self._restore_from(path, step, state, random_state, model, optimizer, options)

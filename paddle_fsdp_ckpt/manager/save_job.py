@@ -100,12 +100,19 @@ class SaveJob:
             root = Root((*(one for one in self.known if one.step != self.step), SavedStep(self.step, metrics=self.metrics)))
         foreign = self.foreign - {self.step}
         own = [one for one in root.steps if one.step not in foreign]
-        unwanted = {*steps_to_remove(self.policies, own, {self.step}), *foreign.intersection([*root.numbers, *root.taken])}
+        unwanted = {*self._not_kept(own), *foreign.intersection([*root.numbers, *root.taken])}
         removed = [step for step in sorted(unwanted) if self._hide(step)]
         gone = {step_name(step) for step in removed}
         skipped = {name: reason for name, reason in root.skipped.items() if name not in gone}
         left = Root(tuple(one for one in root.steps if one.step not in removed), skipped)
         return {"root": left.to_json(), "removed": removed}
+
+    def _not_kept(self, own: Sequence[SavedStep]) -> list[int]:
+        try:
+            return steps_to_remove(self.policies, own, {self.step})
+        except Exception:  # noqa: BLE001 - a policy may be the user's; the step is there, and training goes on
+            _LOG.exception("a policy of keep= failed, and nothing was removed; training goes on")
+            return []
 
     def _hide(self, step: int) -> bool:
         """Take a step out of the root, unless somebody reads it; tell whether it is gone."""

@@ -26,6 +26,9 @@ from ..storage.system_errors import is_there
 HISTORY_NAME = "history.jsonl"
 WRITER_LOCK_NAME = ".writer.lock"
 
+MAX_STEP = 10**18 - 1
+"""The largest step whose directory's name is one of a step."""
+
 _STEP = re.compile("step_([0-9]{8,18})", re.ASCII)
 _REMOVED = re.compile(r"\.(?P<target>step_[0-9]{8,18})\.removed-[0-9a-f]{16}", re.ASCII)
 

@@ -135,10 +135,21 @@ def _check_same_path(paths: list[JsonValue]) -> None:
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
+    left_over = parse_left_over(target.name)
+    if left_over is not None:
+        raise CheckpointError(
+            f"'{target}' has a name that a save to '{left_over[0]}' gives what it leaves behind, which is never loaded, and removed by the "
+            "next one; nothing was written. Choose another path"
+        )
     if not is_there(target):
         return
     if not target.is_dir():
         raise TargetExistsError(f"'{target}' is there and is no directory; rename or remove it, or choose another path")
+    if os.path.ismount(target):
+        raise TargetExistsError(
+            f"'{target}' is where a file system is mounted, and nothing can take its place; choose a directory in it, such as "
+            f"'{target / 'checkpoint'}'"
+        )
     if not any(target.iterdir()):
         return
     if not is_there(target / MANIFEST_NAME):
@@ -227,13 +238,19 @@ def _make_visible(staging: Path, target: Path, nonce: str) -> None:
     replaces = target.is_dir() and any(target.iterdir())
     if replaces:
         os.rename(target, old)
+    is_visible = False
     try:
         os.rename(staging, target)
+        is_visible = True
+        _fsync(target.parent)
     except BaseException:
-        if replaces:
-            os.rename(old, target)
+        # Who hears that the save failed shall find all as it was, and may save again; what fails besides is not the error to tell.
+        with contextlib.suppress(OSError):
+            if is_visible:
+                os.rename(target, staging)
+            if replaces:
+                os.rename(old, target)
         raise
-    _fsync(target.parent)
     _remove_replaced(target)
 
 

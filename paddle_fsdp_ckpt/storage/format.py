@@ -19,6 +19,11 @@ FORMAT_VERSION = 1
 
 MANIFEST_NAME = "manifest.json"
 PADDLE_METADATA_NAME = "0.metadata"
+VALUES_WITHOUT_MANIFEST = (
+    "`paddle-fsdp-ckpt salvage --without-manifest DIR` says which values the other files hold, and load(..., salvage=True, "
+    "check_digests=False) takes them unchecked"
+)
+"""The way out where a manifest is lost and nothing else can be loaded."""
 
 LENGTH_NBYTES = 8
 """Bytes of a header's length, at the start of a file."""

@@ -18,7 +18,7 @@ from ..pieces import Piece, whole_piece
 from .columns import FileColumns, columns_of
 from .digests import digest_of_parts
 from .entries import Entry, Stored
-from .format import LENGTH_NBYTES, MANIFEST_NAME, parse_left_over, rank_file_name
+from .format import LENGTH_NBYTES, MANIFEST_NAME, VALUES_WITHOUT_MANIFEST, parse_left_over, rank_file_name
 from .header import BEGINNING, decode_header, decode_header_columns, header_nbytes
 from .json_values import cut_text
 from .manifest import MAX_MANIFEST_NBYTES, FileRecord, Manifest
@@ -184,7 +184,8 @@ def _parse_manifest(path: Path, *, check_seal: bool) -> Manifest:
         return Manifest.from_json(encoded.decode(), check_seal=check_seal)
     except ValueError as error:
         raise CorruptCheckpointError(
-            f"the manifest '{path / MANIFEST_NAME}' is malformed: {cut_text(error)}; restore it from a copy, or load another checkpoint"
+            f"the manifest '{path / MANIFEST_NAME}' is malformed: {cut_text(error)}; restore it from a copy, or load another "
+            f"checkpoint. {VALUES_WITHOUT_MANIFEST}"
         ) from error
 
 
@@ -379,7 +380,7 @@ def say_lost_manifest(what: str) -> str:
     """Say what it means that files of ours, such as this one, lie in a directory without a manifest."""
     return (
         f"{what} was written by paddle_fsdp_ckpt, and the directory has no {MANIFEST_NAME}: the save was not finished, or the directory "
-        "not copied whole; load another checkpoint"
+        f"not copied whole; load another checkpoint. {VALUES_WITHOUT_MANIFEST}"
     )
 
 

@@ -28,7 +28,9 @@ from .json_values import JsonValue, check_json, parse_json
 MAX_MANIFEST_NBYTES = 1 << 28
 """The largest manifest that we write or read; enough for the digests of 16 TiB."""
 
-_MAX_COUNT = (1 << 63) - 1
+MAX_COUNT = (1 << 63) - 1
+"""The largest step, and size of a file, that a manifest says."""
+
 _SEAL = ',\n "digest": "'
 _SEAL_END = '"\n}\n'
 _DIGESTS = re.compile("[0-9a-f]*", re.ASCII)
@@ -296,7 +298,7 @@ def _typed(value: JsonValue, kind: type, what: str) -> JsonValue:
 
 
 def _count(value: JsonValue, what: str) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
         raise ValueError(f"{what} is {value!r:.100}, not a whole number from 0 to 2**63 - 1")
     return value
 

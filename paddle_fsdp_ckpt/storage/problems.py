@@ -117,6 +117,7 @@ class ReadProblems:
         tied: names of one tensor here and of several there.
         others: all else, in whole sentences.
         nothing_matched: not one key of the objects is in the checkpoint.
+        lost: in words, what is damaged of the checkpoint, where nothing of it is intact that the objects could want.
         beyond: name of one of the lists -> how many more there are at least.
         ways_out: what would let it go on.
     """
@@ -131,6 +132,7 @@ class ReadProblems:
     tied: tuple[OtherProblem, ...] = ()
     others: tuple[OtherProblem, ...] = ()
     nothing_matched: bool = False
+    lost: str = ""
     beyond: dict[str, int] = field(default_factory=dict)
     ways_out: WaysOut = field(default_factory=WaysOut)
 
@@ -156,7 +158,7 @@ class ReadProblems:
     def __str__(self) -> str:
         lines = [f"the checkpoint '{self.path}' doesn't fit the objects to load; nothing was changed"]
         if self.nothing_matched:
-            lines.append("not one key matches")
+            lines.append(f"all of it that could match is damaged: {self.lost}" if self.lost else "not one key matches")
         lines += [str(one) for one in self.others]
         if self.tied:
             lines.append(self._line("tied", "tied on one side only", self.tied))
@@ -200,6 +202,8 @@ class ReadProblems:
                 "either a file is damaged, or ranks saved different tensors under one name: give those distinct keys or offsets, or load "
                 "another checkpoint"
             )
+        if self.lost:
+            return "restore from a copy what is damaged, or load another checkpoint; of this one nothing can be loaded into these objects"
         if self.wrong_shape and not self.ways_out.has_same_shapes:
             return f"nothing that is to be loaded has the shape that it has there; make the model with the sizes that it had then{either}"
         weights = '; or only the weights, which fit: parts={"model"}' if self.ways_out.weights_fit else ""

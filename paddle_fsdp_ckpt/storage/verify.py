@@ -104,7 +104,7 @@ def verify(path: str | os.PathLike[str], *, workers: int | None = None, progress
         IncompleteCheckpointError: there is no checkpoint at ``path``; the message says what there is.
         NewerFormatError: it is of a newer format version.
     """
-    directory = Path(path)
+    directory = Path(os.path.expanduser(path))  # as load does
     if is_stock(directory):
         if has_lost_manifest(directory):
             finding = Finding(MANIFEST_NAME, say_lost_manifest("the rest of the directory"))

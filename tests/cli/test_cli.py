@@ -222,3 +222,24 @@ def test_names_and_numbers_on_a_terminal_stay_whole(monkeypatch: pytest.MonkeyPa
         if HAS_BARS:
             assert all(len(line) <= width for line in lines) or (table is long and not is_drawn)
             assert any("\u2500" in line for line in lines) == is_drawn
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_what_the_locale_has_no_characters_for_is_no_finding(checkpoint: Path, encoding: str) -> None:
+    odd = checkpoint.with_name("\u4e2d\udcff")  # the second is a byte that is no UTF-8
+    checkpoint.rename(odd)
+    environment = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict", "PYTHONUTF8": "0"}
+    good = subprocess.run([*COMMAND, "verify", odd], env=environment, capture_output=True, check=False)
+    assert (good.returncode, good.stderr) == (0, b"")
+    assert b"\\udcff" in good.stdout
+    refused = subprocess.run([*COMMAND, "verify", odd / "x"], env=environment, capture_output=True, check=False)
+    assert refused.returncode == 2
+    assert b"\\udcff" in refused.stderr
+
+
+def test_a_report_that_cannot_be_written_is_no_finding(checkpoint: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "verify", checkpoint], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("paddle-fsdp-ckpt: the report could not be written: ")
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1

@@ -101,3 +101,35 @@ def test_a_master_weight_stands_for_a_damaged_weight(tmp_path: Path, ranks: Rank
     for report, values in ranks(world_size).run(cases.load_as_float32, path, ["first.weight"]):
         assert report.missing == ["first.weight"]
         assert values["first.weight"].min() >= 100.0
+
+
+def test_where_all_lies_in_damage_the_error_says_so(saved: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, ranks: Ranks) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(saved[0], path)
+    for name in ("0_0.safetensors", "1_0.safetensors"):
+        (path / name).write_bytes((path / name).read_bytes()[:100])
+    for allowed in ([], ["*"]):
+        for said in ranks(2).run(cases.load_badly_salvaged, str(path), allowed):
+            assert said.startswith("CorruptCheckpointError")
+            assert "all of it that could match is damaged: " in said and "0_0.safetensors" in said
+            assert "load another checkpoint" in said
+            assert "not one key matches" not in said and "allow_missing" not in said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_a_manifest_values_are_taken_unchecked_where_that_is_said(
+    saved: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, ranks: Ranks, world_size: int
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(saved[0], path)
+    (path / "manifest.json").unlink()
+    for said in ranks(world_size).run(cases.load_badly_salvaged, str(path), []):
+        assert "load(..., salvage=True, check_digests=False) takes them unchecked" in said
+    for report, values in ranks(world_size).run(cases.load_unchecked, str(path)):
+        assert list(report.damaged) == ["manifest.json"]
+        assert report.step is None
+        assert not report.is_exact
+        assert any("manifest is lost" in one for one in report.differences)
+        assert values.keys() == saved[1].keys()
+        for key, value in saved[1].items():
+            np.testing.assert_array_equal(values[key], value, err_msg=key)

@@ -89,6 +89,7 @@ def save_other(root: str, which: str) -> None:
         "complex metric": {"metrics": {"loss": np.complex64(1)}},
         "metric as a text": {"metrics": {"loss": "0.3"}},
         "step": {"step": 1 + rank},
+        "time as a step": {"step": 1_700_000_000_000_000_000},
         "tuple": {"rank_state": (1, 2)},
         "metrics": {"metrics": {"loss": "low"}},
         "lr_scheduler": {"lr_scheduler": 0.1},

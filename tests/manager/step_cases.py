@@ -31,6 +31,23 @@ def save_in_used_root(root: str, *, resume: bool, step: int, **options: Any) -> 
         return checkpoints.all_steps()
 
 
+class _Fails:
+    """A policy with a mistake, which shows where there are two steps."""
+
+    def kept(self, steps: Any) -> list[int]:
+        return [one.step for one in steps if one.step // (2 - len(steps)) > 0]
+
+
+def save_with_a_policy_that_fails(root: str) -> tuple[list[list[int]], list[str]]:
+    model, optimizer = build()
+    kept = []
+    with logged(logging.ERROR) as lines, CheckpointManager(root, keep=[_Fails()], max_to_keep=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, model=model, optimizer=optimizer)
+            kept.append(checkpoints.all_steps())
+        return kept, lines
+
+
 def go_back(root: str, step: int, later: int, *, discard_later: bool) -> tuple[list[int], list[int]]:
     model, optimizer = build(seed=5)
     with CheckpointManager(root) as checkpoints:

@@ -328,6 +328,13 @@ def test_a_failed_removal_stops_nobody_and_is_tried_again(tmp_path: Path, ranks:
     assert on(ranks(2), step_cases.fail_to_remove, str(tmp_path / "root")) == [([1, 2], [3])] * 2
 
 
+def test_a_policy_that_fails_removes_nothing_and_stops_nobody(tmp_path: Path, ranks: Ranks) -> None:
+    told, other = on(ranks(2), step_cases.save_with_a_policy_that_fails, str(tmp_path / "root"))
+    kept = [[1], [1, 2], [3]]
+    assert told == (kept, ["a policy of keep= failed, and nothing was removed; training goes on"])
+    assert other == (kept, [])
+
+
 def test_a_step_that_is_being_read_stays_until_after_the_next_save(tmp_path: Path, ranks: Ranks) -> None:
     for free, kept, later in on(ranks(2), step_cases.remove_while_read, str(tmp_path / "root")):
         assert free and not any(free)

@@ -35,6 +35,7 @@ Ranks = Callable[[int], RankPool]
         ("large metric", "metrics['loss'] is 1000"),
         ("complex metric", "metrics['loss'] is np.complex64(1+0j), not a number"),
         ("step", "step must be the same on all ranks, and differ: rank 0 1 and rank 1 2"),
+        ("time as a step", "step is 1700000000000000000, and a root holds steps up to 999999999999999999; give the number of steps"),
         ("tuple", "rank_state is of type tuple"),
         ("metrics", "metrics['loss'] is 'low', not a number"),
         ("metric as a text", "metrics['loss'] is '0.3', not a number"),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from paddle_fsdp_ckpt.errors import CheckpointError
 from paddle_fsdp_ckpt.manager.retention import KeepBest, KeepLast, steps_to_remove
 from paddle_fsdp_ckpt.manager.steps import (
+    MAX_STEP,
     Root,
     SavedStep,
     clear_left_overs,
@@ -44,6 +45,11 @@ def test_a_name_gives_its_number(step: int) -> None:
     assert parse_step(step_name(step)) == step
     for name in (staging_name(step_name(step), NONCE), f"x{step_name(step)}", f"{step_name(step)}.old", step_name(step).upper()):
         assert parse_step(name) is None
+
+
+def test_the_largest_step_has_a_name_and_the_next_has_none() -> None:
+    assert parse_step(step_name(MAX_STEP)) == MAX_STEP
+    assert parse_step(step_name(MAX_STEP + 1)) is None
 
 
 def test_names_sort_as_numbers_do() -> None:

@@ -196,7 +196,7 @@ def test_tensors_without_values_are_named(world_size: int, good: Path, tmp_path:
             assert re.search(words, message), message
 
 
-@pytest.mark.parametrize("step", ["3", -1, 1.5, [3, 4], [3, None]])
+@pytest.mark.parametrize("step", ["3", -1, 1.5, 2**63, [3, 4], [3, None]])
 def test_steps_that_are_none(step: Any, tmp_path: Path, ranks: Ranks) -> None:
     kind = "RankFailedError" if isinstance(step, list) else "CheckpointError"
     check(ranks(2).run(refused_step, step, str(tmp_path / "new")), "step", kind)

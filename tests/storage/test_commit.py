@@ -158,6 +158,25 @@ def test_a_target_that_may_not_be_replaced_is_refused(
     assert names(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", [staging_name("step", NONCE), replaced_name("step", NONCE)])
+def test_a_target_with_a_left_overs_name_is_refused(tmp_path: Path, name: str) -> None:
+    """Nothing would load it, and the next save to the other target would remove it."""
+    for result in run_ranks(2, lambda ranks: save(ranks, tmp_path / name)):
+        assert isinstance(result, CheckpointError)
+        assert "has a name that a save to 'step' gives what it leaves behind" in str(result)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_mounted_file_system_is_refused_before_anything_is_written(tmp_path: Path, overwrite: bool) -> None:
+    """``/proc`` is one everywhere; nothing is written beside it."""
+    before = names(Path("/"))
+    for result in run_ranks(2, lambda ranks: save(ranks, Path("/proc"), overwrite=overwrite)):
+        assert isinstance(result, CheckpointError)
+        assert "is where a file system is mounted" in str(result) and "'/proc/checkpoint'" in str(result)
+    assert names(Path("/")) == before
+
+
 def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     run_ranks(4, lambda ranks: save(ranks, tmp_path / "step", step=1))
     run_ranks(2, lambda ranks: save(ranks, tmp_path / "step", step=2, overwrite=True))
@@ -331,9 +350,7 @@ def test_killed_at_any_operation_the_old_or_the_new_checkpoint_is_there(
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
-) -> None:
+def test_an_error_at_any_operation_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
     for nth in range(200):
         target = tmp_path / str(nth) / "step"
         if existing:
@@ -350,9 +367,12 @@ def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(
             assert isinstance(result, RankFailedError)
             assert "Input/output error" in str(result)
             if existing:
-                assert step_of(target) in (1, 2)
-            elif target.exists():
-                assert step_of(target) == 2
+                assert step_of(target) == 1
+            else:
+                assert not target.exists()
+            assert solo(path=target, step=3, overwrite=existing) is None
+            assert step_of(target) == 3
+            assert names(target.parent) == ["step"]
         if faults.count <= nth:
             break
     else:

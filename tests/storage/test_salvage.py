@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from checkpoints import cut, write_checkpoint
 
-from paddle_fsdp_ckpt.errors import CorruptCheckpointError
+from paddle_fsdp_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError
 from paddle_fsdp_ckpt.pieces import Piece
 from paddle_fsdp_ckpt.storage.index import read_index
 from paddle_fsdp_ckpt.storage.plan import plan_read
 from paddle_fsdp_ckpt.storage.reader import check_duplicates, execute_read
 from paddle_fsdp_ckpt.storage.salvage import SalvageReport, salvage
+from paddle_fsdp_ckpt.storage.verify import verify
 
 LARGE = np.arange(1 << 19, dtype=np.float32)
 WHOLE = {"a": LARGE, "b": LARGE + 0.5, "c": np.arange(7, dtype=np.float32), "beta": np.array(0.9, np.float32)}
@@ -108,3 +109,68 @@ def test_a_file_that_something_was_appended_to_is_not_read(checkpoint: Path) -> 
     check_values(report)
     os.truncate(checkpoint / NAMES[0], (checkpoint / NAMES[0]).stat().st_size - 10)
     assert salvage(checkpoint).is_whole
+
+
+@pytest.mark.parametrize("left", [None, "", '{"format_version": 1, "st'])
+def test_without_a_manifest_the_headers_say_what_there_is(checkpoint: Path, left: str | None) -> None:
+    manifest = checkpoint / "manifest.json"
+    manifest.unlink()
+    if left is not None:
+        manifest.write_text(left)
+    with pytest.raises((CorruptCheckpointError, IncompleteCheckpointError), match="salvage --without-manifest DIR"):
+        salvage(checkpoint)
+    if left is not None:
+        assert "salvage --without-manifest DIR" in str(verify(checkpoint))
+    report = salvage(checkpoint, without_manifest=True)
+    assert set(report.intact) == set(WHOLE)
+    assert not report.is_whole
+    assert "4 keys are there, and not checked, 0 are not" in str(report)
+    assert "lost are all digests" in str(report)
+    check_values(report)
+    (checkpoint / NAMES[0]).rename(checkpoint / "2_0.safetensors")
+    report = salvage(checkpoint, without_manifest=True)
+    assert list(report.unreadable) == [NAMES[0]]  # that it is missing is known from what is there
+    check_values(report)
+
+
+def test_without_a_manifest_what_is_missing_or_cut_is_said(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "00_0.safetensors").write_bytes((checkpoint / NAMES[0]).read_bytes())
+    with open(checkpoint / NAMES[0], "r+b") as file:
+        file.truncate(1 << 20)
+    report = salvage(checkpoint, without_manifest=True)
+    assert set(report.intact) == {"c", "beta"}
+    assert set(report.damaged) == {"a"}  # of which the other file holds half
+    assert NAMES[0] in report.unreadable
+    check_values(report)
+
+
+def test_a_file_of_a_huge_rank_does_not_make_it_search_for_all_before(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / NAMES[1]).rename(checkpoint / "999999999_0.safetensors")
+    report = salvage(checkpoint, without_manifest=True)
+    assert set(report.intact) == set(WHOLE)
+    assert len(report.unreadable) < 10
+
+
+def test_an_intact_manifest_is_used_all_the_same(checkpoint: Path) -> None:
+    flip(checkpoint / NAMES[0], offset_of(checkpoint, "b", NAMES[0]) + (3 << 19))
+    report = salvage(checkpoint, without_manifest=True)
+    assert set(report.damaged) == {"b"}
+    assert not report.are_digests_lost
+
+
+def test_without_a_manifest_what_a_save_left_behind_is_refused(checkpoint: Path) -> None:
+    left = checkpoint.with_name(".step.staging-0123456789abcdef")
+    checkpoint.rename(left)
+    (left / "manifest.json").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="unfinished save"):
+        salvage(left, without_manifest=True)
+    with pytest.raises(IncompleteCheckpointError, match="there is no checkpoint"):
+        salvage(checkpoint, without_manifest=True)
+
+
+def test_the_home_directory_has_its_short_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert salvage("~/step").is_whole
+    assert verify("~/step").is_good
