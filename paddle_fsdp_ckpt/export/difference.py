@@ -241,7 +241,8 @@ def _add(found: ValueDifference, one: Part, other: Part, dtypes: tuple[str, str]
         differ = _bits(one.values) != _bits(other.values)
         if not differ.any():
             return found
-        a, b = (as_float64(part.values[differ], dtypes[0]) for part in (one, other))
+        own, others = one.values[differ], other.values[differ]
+        a, b = as_float64(own, dtypes[0]), as_float64(others, dtypes[0])
         count = len(a)
     else:
         a, b = (as_float64(part.values, dtype) for part, dtype in zip((one, other), dtypes, strict=True))
@@ -249,8 +250,11 @@ def _add(found: ValueDifference, one: Part, other: Part, dtypes: tuple[str, str]
         a, b, count = a[differ], b[differ], int(differ.sum())
     finite = np.isfinite(a) & np.isfinite(b)
     a, b = a[finite], b[finite]
-    with np.errstate(over="ignore"):
-        absolute = np.abs(a - b)
+    if dtypes[0] == dtypes[1] == "int64":  # whose differences float64 can't tell beyond 2**53
+        absolute = (np.maximum(own, others).view(np.uint64) - np.minimum(own, others).view(np.uint64)).astype(np.float64)
+    else:
+        with np.errstate(over="ignore"):
+            absolute = np.minimum(np.abs(a - b), np.finfo(np.float64).max)
     larger = np.maximum(np.abs(a), np.abs(b))
     relative = absolute[larger > 0] / larger[larger > 0]
     return replace(

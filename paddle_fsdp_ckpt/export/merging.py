@@ -141,7 +141,8 @@ def _check_base(adapted: CheckpointIndex, base: CheckpointIndex, trained: Sequen
     if other:
         raise MismatchError(
             f"'{base.path}' is not the base of '{adapted.path}': {len(other)} of its {len(said)} parameters have other values, shapes or "
-            f"dtypes: {listing(other)}; give that base (--allow-other-base, allow_other_base=, takes this one)"
+            f"dtypes: {listing(other)}; give that base, a Hugging Face model by the --recipe that it was loaded by "
+            "(--allow-other-base, allow_other_base=, takes this one)"
         )
 
 

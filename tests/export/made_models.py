@@ -83,6 +83,14 @@ def save_constant(path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     ckpt.save(path, model=model)
 
 
+def save_buffers(path: str, buffers: Mapping[str, np.ndarray]) -> None:
+    """Save a plain model of nothing but buffers, each of its array's dtype."""
+    model = nn.Layer()
+    for name, array in buffers.items():
+        model.register_buffer(name, paddle.to_tensor(array))
+    ckpt.save(path, model=model)
+
+
 def save_demo(path: str, experts: int, tied: bool) -> dict[str, np.ndarray]:
     """Save the demo's model, and return its values from before it was sharded."""
     paddle.seed(11)

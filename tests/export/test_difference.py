@@ -149,6 +149,19 @@ def test_other_dtypes_are_compared_by_value(tmp_path: Path, ranks: Ranks) -> Non
     assert 0 < found.values[0].largest_relative <= 2**-8
 
 
+def test_differences_that_float64_cannot_tell_or_hold(tmp_path: Path, ranks: Ranks) -> None:
+    """Of 64-bit integers differences are exact, also where they are larger than the type; those of float64 stay finite."""
+    whole, real = np.array([2**60, -(2**63), 5], np.int64), np.array([-1.5e308], np.float64)
+    ranks(1).run(made_models.save_buffers, str(tmp_path / "one"), {"whole": whole, "real": real})
+    ranks(1).run(made_models.save_buffers, str(tmp_path / "other"), {"whole": whole + np.array([3, 0, 0]), "real": -real})
+    ranks(1).run(made_models.save_buffers, str(tmp_path / "far"), {"whole": np.array([2**60, 2**63 - 1, 5], np.int64), "real": real})
+    found = {one.key: one for one in compare(tmp_path / "one", tmp_path / "other").values}
+    assert (found["whole"].differing, found["whole"].largest) == (1, 3.0)
+    assert found["real"].largest == np.finfo(np.float64).max
+    (far,) = compare(tmp_path / "one", tmp_path / "far").values
+    assert (far.key, far.differing, far.largest) == ("whole", 1, 2.0**64)
+
+
 def test_stock_paddle_and_ours(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(made_models.save_with_stock, str(tmp_path / "one"), ARRAYS, {})
     ranks(3).run(made_models.save_model, str(tmp_path / "other"), ARRAYS)
