@@ -120,6 +120,8 @@ class Communicator:
 
     def start_all_gather(self, shard: paddle.Tensor, *, sync_op: bool = False) -> StartedCollective:
         """Begin what :meth:`all_gather` does; until it is finished, ``shard`` must not change."""
+        if self.alone:  # also without a process group
+            return StartedCollective(None, shard.clone, shard)
         whole = paddle.empty([shard.shape[0] * self.world_size], dtype=shard.dtype)
         task = dist.stream.all_gather(whole, shard, group=self.group, sync_op=sync_op)
         return StartedCollective(None if sync_op else task, lambda: whole, shard)
