@@ -19,6 +19,7 @@ from whole_cases import (
     masters,
     odd_tensors,
     optimizer_alone,
+    refuse_given_of_others,
     reordered,
     save_given,
     save_plain,
@@ -148,3 +149,10 @@ def test_states_given_by_set_state_dict(tmp_path: Path, ranks: Ranks, single: Ra
     losses, resumed = single.run(save_given, path)[0]
     assert resumed == losses
     np.testing.assert_allclose(ranks(2).run(load_sharded, "tied", path, False)[0][1], losses, rtol=2e-5)
+
+
+def test_states_of_others_given_by_set_state_dict_are_refused(tmp_path: Path, single: RankPool) -> None:
+    said, *left = single.run(refuse_given_of_others, str(tmp_path / "refused"))[0]
+    assert "AdamW was given states by set_state_dict of parameters that it doesn't hold: " in said
+    assert "make first the model" in said
+    assert left == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from checkpoint_cases import GLOBAL_BATCH, MODELS, OPTIMIZERS, VOCABULARY, Outcome, Tied, held, train
 from paddle import nn
 from strict_cases import changes, copied, snapshot
@@ -68,6 +70,18 @@ def save_given(path: str) -> tuple[list[float], list[float]]:
     plain_train(given, waiting, 7, 9)
     assert ckpt.load(path, model=given, optimizer=waiting).is_exact
     return losses, plain_train(given, waiting, 2, 4)
+
+
+def refuse_given_of_others(path: str) -> list[str]:
+    """Save an optimizer that was given another model's states, and return the error's text and what is there then."""
+    with paddle.utils.unique_name.guard():
+        first, second = MODELS["tied"](), MODELS["tied"]()
+        steppers = [OPTIMIZERS["adamw"](model) for model in (first, second)]
+        plain_train(first, steppers[0], 0, 1)
+        steppers[1].set_state_dict(steppers[0].state_dict())
+        with pytest.raises(ckpt.ShardingError) as caught:
+            ckpt.save(path, model=second, optimizer=steppers[1])
+    return [str(caught.value), *os.listdir(os.path.dirname(path))]
 
 
 def load_sharded(model: str, path: str, weights_only: bool, steps: int = 2, more: int = 2) -> tuple[Outcome, list[float]]:
