@@ -14,6 +14,14 @@ from safetensors.numpy import save_file
 
 HIDDEN, INNER, VOCABULARY, HEADS, GROUPS, WIDTH = 12, 10, 17, 4, 2, 3
 LAYERS, EXPERTS = 2, 3
+SIZES = {
+    "head_dim": WIDTH,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+    "shared_expert_intermediate_size": INNER,
+    "num_experts": EXPERTS,
+}
+"""What :func:`config_of` leaves out, so that not all tensors' shapes follow."""
 
 Arrays = dict[str, np.ndarray]
 

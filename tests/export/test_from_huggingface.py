@@ -16,7 +16,7 @@ import made_models
 import numpy as np
 import pytest
 from harness import RankPool
-from published import EXPERTS, INNER, WIDTH, as_in_paddle, config_of, published
+from published import SIZES, as_in_paddle, config_of, published
 from safetensors.numpy import save_file
 
 from paddle_fsdp_ckpt.cli.main import main
@@ -27,15 +27,6 @@ from paddle_fsdp_ckpt.storage.format import rank_file_name
 from paddle_fsdp_ckpt.storage.verify import verify
 
 Ranks = Callable[[int], RankPool]
-
-
-SIZES = {
-    "head_dim": WIDTH,
-    "intermediate_size": INNER,
-    "moe_intermediate_size": INNER,
-    "shared_expert_intermediate_size": INNER,
-    "num_experts": EXPERTS,
-}
 
 
 def write_model(path: Path, arrays: Mapping[str, np.ndarray], config: Any, files: int = 1) -> Path:
