@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import CheckpointError
 from ..optimizer_states import MASTER_WEIGHT_KEY
 from ..storage.index import CheckpointIndex
 from ..storage.key_names import RESERVED_PREFIX
@@ -59,6 +61,20 @@ def contents_of(index: CheckpointIndex) -> Contents:
         # A tied parameter has its states under the first of its names.
         masters |= {name: masters[names[0]] for name in names if names[0] in masters and name not in masters}
     return Contents(tuple(model), states, masters, tied)
+
+
+def check_has_masters(path: str | os.PathLike[str], *contents: Contents) -> None:
+    """Raise where master weights are asked for, and what was given has none.
+
+    Args:
+        path: what to name.
+        contents: of the checkpoints that the model comes from.
+
+    Raises:
+        CheckpointError: none of them has any.
+    """
+    if not any(one.masters for one in contents):
+        raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
 
 
 def kinds_of(index: CheckpointIndex, contents: Contents) -> dict[str, str]:

@@ -15,7 +15,7 @@ from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
 from .base_of_adapters import open_base
 from .config import ModelConfig, companion_files, read_config
-from .contents import Contents, contents_of
+from .contents import Contents, check_has_masters, contents_of
 from .lora import fits_recipe, fits_spelled, is_lora_key, unwrapped, weight_names, without_lora
 from .merging import MergingReader, adapted_model, base_of
 from .model_tensors import model_tensors
@@ -165,8 +165,8 @@ def export_huggingface(
             index, contents = adapted.base, adapted.contents
         else:
             _check_not_adapted(index, contents, chosen)
-        if master_weights and not (contents.masters or (adapted is not None and contents_of(adapted.adapted).masters)):
-            raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
+        if master_weights:
+            check_has_masters(path, contents, *([] if adapted is None else [contents_of(adapted.adapted)]))
         model = model_tensors(index, contents, chosen, model_config, master_weights=master_weights)
         states = optimizer_tensors(index, contents, chosen, model_config) if optimizer else None
         sources = [*model.sources, *(states.sources if states is not None else ())]

@@ -21,7 +21,7 @@ from ..storage.index import CheckpointIndex
 from ..storage.json_values import JsonValue
 from ..storage.read_lock import while_reading
 from .config import ModelConfig, read_config
-from .contents import contents_of
+from .contents import check_has_masters, contents_of
 from .huggingface import ExportReport
 from .lora import Adapter, find_adapters, fits_recipe, fits_spelled, is_lora_key, unwrapped, weight_names
 from .new_directory import new_directory
@@ -96,8 +96,8 @@ def export_peft(
         check_one_model(index.path, weight_names(index), lambda names: fits_spelled(chosen, names, is_wrapped=True))
     index = unwrapped(index, weight_names(index), fits_recipe(chosen))
     chosen = spelled_for(chosen, weight_names(index))
-    if master_weights and not contents_of(index).masters:
-        raise CheckpointError(f"'{path}' holds no master weights; leave --master-weights (master_weights=) out")
+    if master_weights:
+        check_has_masters(path, contents_of(index))
     adapters = find_adapters(index, alpha=lora_alpha, master_weights=master_weights)
     more = _trained_besides(index)
     if more:
